@@ -1,4 +1,4 @@
-"""Lightning strategies. They drive a manager through the Trainer's stages and contain no sharding code."""
+"""Lightning strategies. Each calls a manager in the Trainer's stages; the manager contains the sharding code."""
 
 from lightning_fsdp2.strategies.ddp import DDPStrategy
 from lightning_fsdp2.strategies.fsdp2 import FSDP2Strategy

@@ -1,4 +1,4 @@
-"""The arguments that all strategies have, checked before anything starts."""
+"""Checks of the arguments that all strategies take, before a run starts."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,12 +7,12 @@ from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 
 
 def check_arguments(strategy: str, config_class: type[DistributedConfig], **arguments: Any) -> None:
-    """Refuse arguments of the wrong type, such as a mapping for a config, and timeouts that are not positive.
+    """Refuse strategy arguments of the wrong type, such as a dict as a config, and timeouts that are not positive.
 
     Args:
-        strategy: Name of the strategy, for errors.
-        config_class: Class of its config.
-        arguments: The arguments ``config``, ``checkpoint`` and timeouts.
+        strategy: Name of the strategy, for error messages.
+        config_class: Class of the strategy's config.
+        arguments: The arguments ``config`` and ``checkpoint``, and the timeouts.
 
     Raises:
         TypeError: When an argument has the wrong type.
@@ -24,4 +24,4 @@ def check_arguments(strategy: str, config_class: type[DistributedConfig], **argu
         if not isinstance(value, kind) and (value is not None or name in ("timeout", "rendezvous_timeout")):
             raise TypeError(f"{strategy}({name}={value!r}) must be a {kind.__name__}; pass {kind.__name__}(...).")
         if isinstance(value, timedelta) and value <= timedelta(0):
-            raise ValueError(f"{strategy}({name}={str(value)!r}) must be more than nothing.")
+            raise ValueError(f"{strategy}({name}={str(value)!r}) must be longer than 0.")

@@ -1,4 +1,4 @@
-"""The mesh strategies' implementation of Lightning's ``CheckpointIO``: write, read and remove checkpoints."""
+"""Lightning ``CheckpointIO`` plugin of the mesh strategies, which writes, reads and removes checkpoints."""
 
 import os
 import re
@@ -34,8 +34,8 @@ from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY
 class MeshCheckpointIO(CheckpointIO):
     """Checkpoint plugin that writes and reads checkpoints of a device mesh.
 
-    :class:`~lightning_fsdp2.CheckpointConfig` says how. Every rank calls every method. A subclass can be passed to
-    ``Trainer(plugins=[...])``; the strategy connects it.
+    Its options are in :class:`~lightning_fsdp2.CheckpointConfig`. Every rank must call every method. A subclass can be
+    passed to ``Trainer(plugins=[...])``. The strategy then calls :meth:`connect`.
     """
 
     config: CheckpointConfig
@@ -55,10 +55,10 @@ class MeshCheckpointIO(CheckpointIO):
         group: dist.ProcessGroup,
         thread_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Set the config, the device and the process groups.
+        """Set the plugin's config, device and process groups.
 
         Args:
-            config: How checkpoints are written and read.
+            config: Options for writing and reading checkpoints.
             device: This rank's device.
             group: CPU group of all ranks for the main thread.
             thread_group: CPU group of all ranks for the background thread of ``async_save``.
@@ -96,8 +96,8 @@ class MeshCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(
-                f"storage_options={storage_options!r}: checkpoints of a mesh have no use for them; leave them out, and"
-                " give the store in the path, such as 's3://bucket/run/last.ckpt'."
+                f"storage_options={storage_options!r}: checkpoints of a mesh do not use this argument; leave it out,"
+                " and name the object store in the path, such as 's3://bucket/run/last.ckpt'."
             )
         self.wait()
         target = get_path(path)
@@ -112,11 +112,11 @@ class MeshCheckpointIO(CheckpointIO):
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
-            if states := checkpoint.get("optimizer_states"):  # keep an empty list: Lightning asks for it
+            if states := checkpoint.get("optimizer_states"):  # an empty list stays, because Lightning reads this key
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
-            bare = snapshot.with_tensors({})  # so tensors made for the save can be freed once copied
+            bare = snapshot.with_tensors({})  # holds no tensors, so that temporary ones are freed once they are copied
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()
@@ -131,14 +131,14 @@ class MeshCheckpointIO(CheckpointIO):
         in_place: bool = False,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint of any kind; see :func:`~lightning_fsdp2.checkpoint.loading.read_checkpoint`.
+        """Read a checkpoint directory or file; see :func:`~lightning_fsdp2.checkpoint.loading.read_checkpoint`.
 
         Args:
-            path: Path of a directory or a file.
-            model: Module whose parameters determine how tensors are sharded.
+            path: Path of the checkpoint.
+            model: Module whose parameters determine how the read tensors are sharded.
             with_optimizers: Whether to read optimizer states.
-            in_place: Whether to read the model's own keys straight into its tensors.
-            weights_only: Value to use instead of the config's ``weights_only``, unless it is None.
+            in_place: Whether to read the model's weights directly into its tensors.
+            weights_only: Value that overrides the config's ``weights_only``. None keeps the config's value.
         """
         self.wait()
         return read_checkpoint(
@@ -153,9 +153,9 @@ class MeshCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint once the save in progress is complete.
+        """Remove a checkpoint, after the save in progress if there is one.
 
-        The checkpoint is kept as long as a link in its folder points to it.
+        A checkpoint is kept as long as a link in its folder points to it.
         """
         self._pending[get_path(path)] = False
         if get_rank() == 0:
@@ -168,7 +168,7 @@ class MeshCheckpointIO(CheckpointIO):
         return self._pending[target] if is_writing and target in self._pending else target.exists()
 
     def link(self, target: str | Path, link: str | Path) -> None:
-        """Make ``link`` point to ``target`` as soon as that checkpoint is complete; every rank must call it."""
+        """Make ``link`` point to the checkpoint ``target`` once it is complete. Every rank must call this."""
         if os.path.abspath(target) == os.path.abspath(link):
             return
         self._pending[Path(link)] = True
@@ -178,10 +178,10 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.then(lambda: self._link(Path(target), Path(link)))
 
     def clean(self, folder: str | Path, last: str = ModelCheckpoint.CHECKPOINT_NAME_LAST) -> None:
-        """Remove what interrupted saves left in ``folder``; keep the checkpoints whose removal was postponed.
+        """Remove the leftovers of interrupted saves from ``folder``, and cancel postponed removals of checkpoints.
 
         Args:
-            folder: Folder of a ``ModelCheckpoint``.
+            folder: Folder of a ``ModelCheckpoint`` callback.
             last: The callback's name for its last checkpoint, possibly with fields, such as ``"{epoch}-last"``.
         """
         self._linked.clear()
@@ -190,29 +190,29 @@ class MeshCheckpointIO(CheckpointIO):
         on_first_rank(lambda: clean_folder(get_path(folder)), self._group)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once the save in progress is complete, or now if there is no save; never if the save fails."""
+        """Run ``action`` now or, if a save is in progress, once the save has succeeded."""
         if self._writer is None:
             action()
         else:
             self._writer.then(action)
 
     def wait_for_copies(self) -> None:
-        """Wait until the tensors that are being saved may be changed. Called before each optimizer step."""
+        """Wait until a background save has copied all tensors, so that an optimizer step may change them."""
         if self._writer is not None:
             self._writer.wait_for_copies()
 
     def poll(self) -> None:
-        """Finish a background save that has ended: raise its error, or run the actions that were waiting for it."""
+        """Check whether a background save has ended. If so, run the actions that waited for it, or raise its error."""
         if self._writer is not None:
             self._writer.poll()
 
     def wait(self) -> None:
-        """Wait for the save in progress, if there is one."""
+        """Wait for the background save in progress, if there is one."""
         if self._writer is not None:
             self._writer.wait()
 
     def settle(self) -> None:
-        """Wait for the save in progress after an error, when other ranks may be gone."""
+        """Wait for a background save without communication, because other ranks may be gone after an error."""
         if self._writer is not None:
             self._writer.settle()
 
@@ -228,7 +228,7 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.start(tensors, write)
 
     def _get_trust(self, weights_only: bool | None) -> bool:
-        """Return whether checkpoints may hold arbitrary objects, given the ``weights_only`` of a call."""
+        """Return whether a checkpoint may hold arbitrary objects, by the call's ``weights_only`` or the config."""
         choice = weights_only if weights_only is not None else self.config.weights_only
         return self.config.trust_checkpoint if choice is None else not choice
 
@@ -236,9 +236,10 @@ class MeshCheckpointIO(CheckpointIO):
         links = _get_links(path)
         foreign = [link.name for link in links if not self._is_lightnings(link)]
         if foreign:
-            rank_zero_warn(f"{path} is kept, although it would be removed now: {', '.join(foreign)} points to it.")
+            rank_zero_warn(f"The checkpoint {path} is not removed, because {', '.join(foreign)} points to it.")
         elif links:
-            # ModelCheckpoint removes before it links: after a kill in between, `last.ckpt` would point to nothing
+            # ModelCheckpoint removes the old checkpoint before it moves the link `last.ckpt` to the new one.
+            # If the process were killed in between, the link would point to nothing.
             self._linked.append(path)
         else:
             _remove(path)
@@ -246,13 +247,13 @@ class MeshCheckpointIO(CheckpointIO):
     def _link(self, target: Path, link: Path) -> None:
         link_checkpoint(target, link)
         for path in self._linked:
-            # links of an earlier run: Lightning leaves its `last.ckpt` in place and writes `last-v1.ckpt` next to it
+            # An earlier run may have left its own `last.ckpt`. Lightning does not move that link to newer checkpoints.
             for other in filter(self._is_lightnings, _get_links(path)):
                 link_checkpoint(target, other)
         self._remove_linked()
 
     def _is_lightnings(self, link: Path) -> bool:
-        """Return whether Lightning made ``link``, in this run or an earlier one, and moves it to newer checkpoints."""
+        """Return whether ``link`` has a name of Lightning's own links, which Lightning moves to newer checkpoints."""
         return any(name.fullmatch(link.name) for name in self._link_names)
 
     def _remove_linked(self) -> None:
@@ -265,12 +266,12 @@ class MeshCheckpointIO(CheckpointIO):
 def _remove(path: AnyPath) -> None:
     try:
         remove_checkpoint(path)
-    except OSError as error:  # nothing is lost, so this is no reason to end the training
+    except OSError as error:  # no data is lost, so training can continue
         rank_zero_warn(f"The checkpoint {str(path)!r} could not be removed: {error}")
 
 
 def _get_links(path: AnyPath) -> list[Path]:
-    """Return the links to a checkpoint that are in the same folder."""
+    """Return the symbolic links to a checkpoint in the checkpoint's own folder."""
     if not is_local(path) or not path.exists():
         return []
     links = [entry for entry in path.parent.iterdir() if entry.is_symlink() and entry.exists()]

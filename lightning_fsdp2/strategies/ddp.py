@@ -44,15 +44,15 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     Args:
         config: The flags of DDP.
-        checkpoint: How checkpoints are written and read.
+        checkpoint: Options for writing and reading checkpoints.
         timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
             validates and saves.
-        rendezvous_timeout: How long ranks wait for the others to start.
-        steady_timeout: Timeout of collectives in training steps, from the second step on; None for ``timeout``. See
+        rendezvous_timeout: How long each rank waits at the start for the other ranks.
+        steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument has the wrong type, such as a mapping for a config.
+        TypeError: When an argument has the wrong type, such as a dict as the config.
 
     Example::
 
@@ -96,7 +96,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def teardown(self) -> None:
-        self.model, self._replica = self.lightning_module, None  # the wrapper's hooks on the parameters go with it
+        self.model, self._replica = self.lightning_module, None  # removes the wrapper's hooks from the parameters too
         super().teardown()
 
     @override
@@ -105,7 +105,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def share_buffers(self) -> None:
-        # here and not in torch's forward, which shares buffers only after some micro-batches
+        # the strategy shares buffers itself, because torch's DDP does so only in some micro-batches
         if self.config.broadcast_buffers:
             super().share_buffers()
 
@@ -144,9 +144,9 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     def on_exception(self, exception: BaseException) -> None:
         if _UNFINISHED in str(exception):
             exception.args = (
-                f"{exception}\nSome parameters take no part in the loss. Freeze them, or set"
-                " DDPConfig(find_unused_parameters=True). Or, under manual optimisation, a backward was not"
-                " `self.manual_backward(loss)`.",
+                f"{exception}\nSome parameters do not contribute to the loss: freeze them, or set"
+                " DDPConfig(find_unused_parameters=True). Under manual optimisation, another cause is a"
+                " `loss.backward()`: call `self.manual_backward(loss)` instead.",
             )
         super().on_exception(exception)
 
@@ -155,7 +155,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not isinstance(inner, ZeroRedundancyOptimizer):
             return super().optimizer_state(optimizer)
-        inner.consolidate_state_dict()  # on rank 0
+        inner.consolidate_state_dict()  # gathers the whole state on rank 0
         state = self.broadcast(inner.state_dict() if self.is_global_zero else None)
         return get_optimizer_state(self.lightning_module, inner, state)
 
@@ -169,22 +169,22 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     def replica(self) -> Replica:
         """The DDP replica of the module. It exists only during a fit."""
         if self._replica is None:
-            raise RuntimeError("The module is wrapped in DDP for the time of a fit.")
+            raise RuntimeError("The module is wrapped in DDP only during a fit.")
         return self._replica
 
     def _wait_to_wrap_again(self) -> None:
         wait_for_all_ranks(
             "freeze or unfreeze parameters",
             min(self.world.timeout, OUTSIDE_CALL_TIMEOUT),
-            "All ranks train the same parameters: set `requires_grad` on all of them in the same step.",
+            "All ranks must train the same parameters: change `requires_grad` on all ranks in the same step.",
         )
 
 
 def _check_manual_backward(optimizer: Optimizer, *, has_backward: bool) -> None:
-    """Refuse gradients of a plain ``loss.backward()``: they would silently differ between the ranks."""
+    """Refuse gradients from a plain ``loss.backward()``, because they would silently differ between the ranks."""
     has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     if has_gradients and not has_backward:
         raise ValueError(
-            "The optimizer has gradients that no `self.manual_backward(loss)` has synchronised over the ranks; call"
-            " that in place of `loss.backward()`."
+            "The optimizer has gradients that were not synchronised over the ranks; call `self.manual_backward(loss)`"
+            " instead of `loss.backward()`."
         )

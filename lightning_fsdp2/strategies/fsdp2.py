@@ -39,24 +39,24 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     """Strategy that shards a LightningModule over a device mesh with PyTorch's FSDP2. The module needs no FSDP2 code.
 
     Build the model in ``__init__``, or under ``torch.device("meta")`` in ``configure_model`` if it is too large for
-    one rank. A module that shards itself in ``configure_model`` is checked and left as it is.
+    one rank. If ``configure_model`` shards the module, the strategy checks the result and does not shard it again.
 
     Args:
         dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` and
-            ``tp_size`` leave.
+            ``tp_size`` leave over.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
         tp_size: Number of tensor parallel ranks. Each holds a part of every layer, and all read the same batch.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         config: The flags of FSDP2.
-        checkpoint: How checkpoints are written and read.
+        checkpoint: Options for writing and reading checkpoints.
         timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
             validates and saves.
-        rendezvous_timeout: How long ranks wait for the others to start.
-        steady_timeout: Timeout of collectives in training steps, from the second step on; None for ``timeout``. See
+        rendezvous_timeout: How long each rank waits at the start for the other ranks.
+        steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument has the wrong type, such as a mapping for a config.
+        TypeError: When an argument has the wrong type, such as a dict as the config.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
@@ -90,7 +90,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def setup_environment(self) -> None:
-        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # raises before groups exist
+        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # fails before process groups exist
         super().setup_environment()
 
     @override
@@ -101,7 +101,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def setup_module(self) -> None:
         if self.config.patch_is_packed_sequence:
-            # not only around the forwards: activation checkpointing recomputes layers in backward
+            # the patch also covers backward, where activation checkpointing recomputes layers
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
@@ -110,14 +110,14 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def teardown(self) -> None:
         self._patches.close()
         if self.lightning_module is not None:
-            # no matter what activated it: `setup`, or `parallelize` for a checkpoint that then failed to load
+            # context parallelism may be active even without `setup`, if loading a checkpoint failed after sharding
             deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # a rank must not build the whole model on its device: use the meta device if asked for, otherwise the host
+        # the whole model may not fit on the rank's device, so build it on the host or on the meta device
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -137,16 +137,16 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if isinstance(module, FSDPModule):
             check_manual_optimization(module)
             for name in get_entrances(module):
-                if name != "forward":  # the Trainer calls the steps, but FSDP2's hooks surround `forward`
+                if name != "forward":  # FSDP2's hooks surround only `forward`, but the Trainer calls the steps
                     register_fsdp_forward_method(module, name)
-            # the module is the root even if a hook calls one of its models before the first step
+            # make the module FSDP2's root now: otherwise a hook that first calls a submodule would make that the root
             initialize_root(module)
         tell_branches_apart(self.world, module, get_fsdp_modules(module))
 
     @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         def clear() -> None:
-            # look up the parameters again: callbacks that unfreeze layers add groups
+            # look up the parameters in each call, because callbacks that unfreeze layers add parameter groups
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             drop_deferred_gradients(self.lightning_module, parameters)
 
@@ -155,7 +155,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # a single rank may skip the last micro-batch (a step that returns None), so nothing can be deferred until then
+        # without other ranks, a step may return None and skip the last micro-batch, so gradients cannot wait for it
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
@@ -164,26 +164,27 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
     for name, (default, value) in get_differences(FSDP2Config(), replace(config, mp_policy=None)).items():
         raise ValueError(
-            f"FSDP2Config.{name}={value!r} has no effect on {get_class_name(module)}, whose `configure_model` shards"
-            f" it. Leave it at {default!r} and do it there, or leave all sharding to the strategy."
+            f"FSDP2Config.{name}={value!r} has no effect on {get_class_name(module)}, because its `configure_model`"
+            f" shards the module. Leave the flag at {default!r} and implement it in `configure_model`, or leave all"
+            " sharding to the strategy."
         )
 
 
 def _check_only_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a module that the user has made tensor parallel if data or context parallel ranks hold copies of it."""
+    """Refuse a module that the user made tensor parallel only, if data or context parallel ranks would hold copies."""
     copies = mesh.size() // mesh["tensor_parallel"].size()
     if copies > 1:
         names = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
         raise ValueError(
-            f"`configure_model` made {get_class_name(module)} tensor parallel ({', '.join(names[:3])}, ...) and shards"
-            f" nothing over the {copies} data and context parallel ranks, whose gradients would differ. Call"
-            " `fully_shard` there too, on the mesh `self.device_mesh['data_parallel']`; or leave tensor parallelism to"
-            " the strategy (FSDP2Config(tp_plan=...)); or use tp_size=world."
+            f"`configure_model` made {get_class_name(module)} tensor parallel ({', '.join(names[:3])}, ...) but did not"
+            f" shard it over the {copies} data and context parallel ranks: their gradients would differ. Also call"
+            " `fully_shard` there, on the mesh `self.device_mesh['data_parallel']`; or leave tensor parallelism to"
+            " the strategy (FSDP2Config(tp_plan=...)); or set tp_size to the number of all ranks."
         )
 
 
 def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
-    """Refuse trainable parameters that are not sharded over all ranks: their gradients would silently differ."""
+    """Refuse trainable parameters that the user did not shard over all ranks: their gradients would silently differ."""
     loose = [
         name
         for name, parameter in module.named_parameters()
@@ -192,6 +193,6 @@ def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
     if loose and world_size > 1:
         raise ValueError(
             f"`configure_model` sharded a part of {get_class_name(module)}, but not {', '.join(loose[:10])} over all"
-            f" {world_size} ranks: their gradients would differ by rank. Shard these too (`fully_shard(self,"
-            " mesh=...)` takes what is left), freeze them, or leave all sharding to the strategy."
+            f" {world_size} ranks: their gradients would differ by rank. Shard these parameters too (`fully_shard(self,"
+            " mesh=...)` shards all that are left), freeze them, or leave all sharding to the strategy."
         )

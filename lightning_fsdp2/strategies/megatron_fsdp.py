@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     """Strategy that shards a LightningModule with NVIDIA's Megatron-FSDP.
 
-    It needs ``pip install "lightning-fsdp2[megatron]"``. Losses, clipping, checkpoints and logs are the same as with
-    :class:`~lightning_fsdp2.FSDP2Strategy`, and either strategy reads the other's checkpoints.
+    This strategy needs ``pip install "lightning-fsdp2[megatron]"``. Losses, clipping, checkpoints and logs are the same
+    as with :class:`~lightning_fsdp2.FSDP2Strategy`, and either strategy reads the other's checkpoints.
     ``precision="bf16-true"`` computes and communicates in bfloat16 and keeps float32 weights for the optimizer;
     ``"bf16-mixed"`` keeps float32 weights and computes under autocast.
 
     Args:
-        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` leaves.
+        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` leaves over.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
         tp_size: Must be 1: tensor parallelism is not supported.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         config: The flags of Megatron-FSDP.
-        checkpoint: How checkpoints are written and read.
+        checkpoint: Options for writing and reading checkpoints.
         timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
             validates and saves.
-        rendezvous_timeout: How long ranks wait for the others to start.
-        steady_timeout: Timeout of collectives in training steps, from the second step on; None for ``timeout``. See
+        rendezvous_timeout: How long each rank waits at the start for the other ranks.
+        steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        TypeError: When an argument has the wrong type, such as a mapping for a config.
+        TypeError: When an argument has the wrong type, such as a dict as the config.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
@@ -66,8 +66,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     config: MegatronFSDPConfig
     refused_callbacks: ClassVar[dict[type[Callback], str]] = {
         **MeshStrategy.refused_callbacks,
-        BaseFinetuning: "freezes and unfreezes parameters after Megatron-FSDP has made its buffers of what is to be"
-        " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy.",
+        BaseFinetuning: "freezes and unfreezes parameters after Megatron-FSDP has made its buffers of the trainable"
+        " parameters. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy.",
     }
     refused_optimizers = (*MeshStrategy.refused_optimizers, torch.optim.Muon)
 
@@ -133,14 +133,14 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         changed = self._trained ^ self._get_trained()
         if changed:
             raise ValueError(
-                f"{list_names(changed)}: frozen or unfrozen after Megatron-FSDP had made its buffers of what is to be"
-                " trained. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
+                f"{list_names(changed)}: frozen or unfrozen after Megatron-FSDP had made its buffers of the trainable"
+                " parameters. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
             )
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             with self.surround_backward():
                 pass  # an empty backward: the optimizer steps with the gradients of the earlier micro-batches
-        # hooks may read parameters, but the memory of those that the forward used may be freed
+        # hooks may read parameters, but Megatron-FSDP may have freed the gathered ones that the forward used
         self.release_parameters()
         return output
 
@@ -168,8 +168,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
             names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise ValueError(
                 f"`configure_optimizers` returned {names}: Megatron-FSDP keeps the gradients of all parameters in"
-                " common buffers, which several optimizers would clear for each other. Return one, with groups of"
-                " parameters, or use FSDP2Strategy."
+                " common buffers, so each optimizer would clear the gradients of the others. Return one optimizer with"
+                " parameter groups, or use FSDP2Strategy."
             )
         self.driver.clear_gradients()
 

@@ -1,4 +1,4 @@
-"""The common base of the mesh strategies: Lightning's hooks, each handed to the part that owns its state."""
+"""Base class of the strategies that train on a device mesh. Parts of the strategy handle its Lightning hooks."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -72,31 +72,31 @@ ManagerT = TypeVar("ManagerT")
 
 
 class MeshStrategy(WorldStrategy, Generic[ManagerT]):
-    """Base of the strategies that train on a device mesh.
+    """Base class of the strategies that train on a device mesh.
 
-    A module may leave its models on the meta device: the strategy gives them weights once they are sharded.
+    A module may leave its models on the meta device. The strategy materialises their weights after sharding.
 
     Attributes:
-        checkpoints: Saving and loading.
-        resumption: States that differ between the ranks, from one run to the next.
-        tracking: What loggers get besides metrics.
-        batches: The data loaders.
-        steps: The training steps.
-        evaluation: The steps of a validation, a test or a prediction.
+        checkpoints: Saving and loading of checkpoints.
+        resumption: Per-rank states that a checkpoint carries from one run to the next.
+        tracking: Data for the loggers besides metrics.
+        batches: Preparation of the data loaders.
+        steps: State of the training steps.
+        evaluation: Runner of validation, test and prediction steps.
     """
 
     materializes_models = True
     refused_callbacks: ClassVar[dict[type[Callback], str]] = CALLBACKS_OF_WHOLE_WEIGHTS
-    """Lightning callbacks that do not work with the strategy's weights, each with what to do instead."""
+    """Lightning callbacks that do not work with the strategy's weights. Each comes with the reason and the remedy."""
 
     averages_gradients = True
-    """Whether gradients are the mean over the data parallel ranks; otherwise they are the sum."""
+    """Whether gradients are averaged over the data parallel ranks instead of summed."""
 
     shards_module = True
     """Whether each rank holds only a part of the module."""
 
     refused_optimizers: tuple[type[Optimizer], ...] = OPTIMIZERS_WITHOUT_SHARDED_STEP
-    """Optimizers of torch whose first step fails."""
+    """Classes of torch optimizers that cannot step on the strategy's parameters."""
 
     def __init__(
         self,
@@ -120,61 +120,61 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self._step_region: Any = None
         self._manager: ManagerT | None = None
 
-    # ------------------------------------------------------------------ what a strategy of its own must or may have
+    # ------------------------------------------------------------------ methods that subclasses must or may override
 
     @abstractmethod
     def build_manager(self, device_mesh: DeviceMesh) -> ManagerT:
-        """Build the manager from the config and the Trainer's precision, for a mesh with all axes."""
+        """Build the manager from the config and the Trainer's precision, for a mesh that has all axes."""
 
     @abstractmethod
     def parallelize_module(self, module: "LightningModule") -> None:
-        """Let the manager parallelise a module that no earlier Trainer has parallelised."""
+        """Parallelise a module with the manager. This is only called if no earlier Trainer has parallelised it."""
 
     def make_step_region(self, timeout: timedelta) -> StepRegion:
-        """Build the guard that watches the module's forwards outside of steps."""
+        """Build the guard that checks the module's forwards outside of Trainer steps."""
         return StepRegion(timeout)
 
     def release_parameters(self) -> None:
-        """Put back the sharded parameters, which optimizers and checkpoints need. A forward may leave gathered ones."""
+        """Reshard parameters that a forward has left gathered, because optimizers and checkpoints need the shards."""
         reshard(self.lightning_module)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Make steps and ``zero_grad`` of ``optimizer`` reach the weights and gradients that are stored elsewhere."""
+        """Make ``step`` and ``zero_grad`` of ``optimizer`` handle weights and gradients that are stored elsewhere."""
 
     def surround_backward(self) -> AbstractContextManager[None]:
-        """Return a context manager that surrounds the backward itself."""
+        """Return a context manager to run the backward pass in."""
         return nullcontext()
 
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
-        """Finish the gradients of a step under manual optimisation.
+        """Finish the gradients before a manual optimizer step.
 
-        This runs after the step's closure, if there is one, because the closure may run the backward.
+        If the step has a closure, this runs after the closure, which may run the backward pass.
         """
         self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 
     def share_buffers(self) -> None:
-        """Give every rank the buffers of rank 0."""
+        """Broadcast the module's buffers from rank 0 to all ranks."""
         self._buffers.share()
 
     def begin_evaluation(self) -> None:
-        """Prepare a validation, test or prediction before its first step."""
+        """Prepare for the first step of a validation, test or prediction."""
         self.share_buffers()
 
     def end_evaluation(self) -> None:
-        """Finish a validation, test or prediction after its last step."""
+        """Clean up after the last step of a validation, test or prediction."""
 
-    # ------------------------------------------------------------------ what other code asks the strategy for
+    # ------------------------------------------------------------------ properties for other code
 
     @property
     def manager(self) -> ManagerT:
         """The manager that parallelises the module; it exists once the Trainer has started its processes."""
         if self._manager is None:
-            raise RuntimeError("The manager exists once the Trainer has started its processes (`setup`).")
+            raise RuntimeError("The strategy has no manager yet: the Trainer creates it in `setup`.")
         return self._manager
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype in which the layers of the module compute."""
+        """The dtype that the module's layers compute in."""
         return get_compute_dtype(cast(Any, self.manager).config, self.precision_plugin)
 
     @property
@@ -184,7 +184,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @property
     def checkpoint_config(self) -> CheckpointConfig:
-        """How checkpoints are written and read."""
+        """The options for writing and reading checkpoints."""
         return self.checkpoints.config
 
     @checkpoint_config.setter
@@ -193,7 +193,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @property
     def saved_steps(self) -> dict[str, int | None]:
-        """Step of each saved checkpoint, by path."""
+        """The global step of each saved checkpoint, by path."""
         return self.checkpoints.saved_steps
 
     @property
@@ -219,14 +219,15 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        log_whole_values(model)  # not in `setup`, before which callbacks take their `log` from the module
+        log_whole_values(model)  # now, because callbacks take their `log` from the module before `setup`
 
     @override
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
-        # before the callbacks' `setup`, where some copy the module, and before any process group exists
+        # refuse callbacks before their own `setup`, in which some copy the module
         refuse_options(trainer, self.refused_callbacks, traces_module=not self.shards_module)
-        check_variables(self.cluster_environment, self.num_processes, self.num_nodes)  # a notebook has no launcher
+        # a launcher has checked the variables already, but a notebook has none
+        check_variables(self.cluster_environment, self.num_processes, self.num_nodes)
         self.world.sizes = self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         RankLauncher.has_failed = False
         super().setup_environment()
@@ -240,7 +241,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.tracking.attach(trainer)
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Take this rank's place in a mesh with all axes, and build the manager for it."""
+        """Use ``mesh``, which must have all axes, for this run, and build the manager for it."""
         self.world.enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
         self._step_region = self.make_step_region(min(self.world.timeout, OUTSIDE_CALL_TIMEOUT))
@@ -254,12 +255,12 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.evaluation.leave_inference_mode(trainer)
         self.checkpoints.begin_stage(trainer)
         self._own_callbacks.attach(trainer)
-        with torch.inference_mode(False):  # the user may run the Trainer in inference mode, and train later
+        with torch.inference_mode(False):  # parameters made in inference mode could not be trained by a later fit
             self.setup_module()
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_training(trainer)
-            # the ranks of one replica read the same batch, and must drop the same activations
+            # ranks of one replica read the same batch, so their dropout must use the same random numbers
             share_random_state(self.world.replica_group, self.root_device)
         else:
             self.setup_precision_plugin()
@@ -267,7 +268,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.steps.begin_stage(self.lightning_module)
 
     def setup_module(self) -> None:
-        """Shard the module, move it to this rank's device and watch its forwards; every stage calls this."""
+        """Shard the module, move it to this rank's device and watch its forwards. Every stage calls this."""
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)
@@ -275,7 +276,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self._buffers.find(self.lightning_module)
 
     def parallelize(self) -> None:
-        """Shard the LightningModule, unless it is sharded already. Every stage calls this, or loading before it."""
+        """Shard the LightningModule, unless it is sharded already. Loading a checkpoint and ``setup`` call this."""
         module = self.lightning_module
         parallelisation = Parallelisation(
             self.full_device_mesh,
@@ -298,7 +299,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """Set up the optimizers and the precision plugin."""
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        # after the precision plugin, which makes Lightning wrap the optimizers again
+        # attach the optimizers last, because setting up the precision plugin makes Lightning wrap them again
         for optimizer, lightnings in zip(self.optimizers, self._lightning_optimizers, strict=True):
             self.attach_optimizer(optimizer)
             use_own_zero_grad(trainer, optimizer, lightnings)
@@ -317,7 +318,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
         self.resumption.keep_loader_states(self.lightning_module.trainer)
-        end_signal_handling(self.lightning_module.trainer)  # there is nothing left to save
+        end_signal_handling(self.lightning_module.trainer)  # a later signal has nothing left to save
 
     @override
     def teardown(self) -> None:
@@ -330,14 +331,14 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         finally:
             if has_trainer(module):
                 get_ledger(module.trainer).put_back_all()
-        # Lightning calls this after every stage, but the sharded module, its mesh and process group live on
+        # the process group is not destroyed here, because the sharded module needs it in later stages
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        RankLauncher.has_failed = isinstance(exception, Exception)  # a `SystemExit` of all ranks is not a failure
+        RankLauncher.has_failed = isinstance(exception, Exception)  # `SystemExit` ends all ranks but is not a failure
         self.batches.end_without_samples(exception)
         add_remedy(exception, self.hosts)
 
@@ -346,19 +347,17 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """False, so that Lightning loads the module's weights before :meth:`setup`, and loading shards the module.
+        """False: Lightning loads the module's weights before :meth:`setup`, and :meth:`load_checkpoint` shards it.
 
-        True would be the natural answer, but ``Trainer._run`` (lightning 2.6.6) then loads without the user's
-        ``trainer.fit(weights_only=)``, and after ``on_fit_start``, where callbacks must already have their states.
-        No hook of a strategy gets ``weights_only`` in any other way. So :meth:`load_checkpoint` shards the module, and
-        :meth:`setup` finds it sharded.
+        With True, ``Trainer._run`` (lightning 2.6.6) would ignore the user's ``trainer.fit(weights_only=)``. It would
+        also load after ``on_fit_start``, where callbacks already need their states.
         """
         return False
 
     @override
-    @torch.inference_mode(False)  # the user may run the Trainer in inference mode, and train the module later
+    @torch.inference_mode(False)  # parameters made in inference mode could not be trained by a later fit
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on all ranks, into a module that is sharded for it; see :meth:`Checkpoints.load`."""
+        """Shard the module, then read a checkpoint on all ranks; see :meth:`Checkpoints.load`."""
         self.parallelize()
         self.release_parameters()
         return self.checkpoints.load(checkpoint_path, self.lightning_module, weights_only=weights_only)
@@ -374,7 +373,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state for a checkpoint; every rank must call it. See :class:`CheckpointConfig`."""
+        """Return the module's state for a checkpoint. Every rank must call this."""
         self.checkpoints.wait_for_all_ranks_to_save(self.lightning_module.trainer)
         self.share_buffers()
         return self.checkpoints.get_module_state(self.lightning_module)
@@ -396,7 +395,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; with ``async_save``, once the save in progress is complete."""
+        """Remove a checkpoint, after the background save in progress if there is one."""
         self.checkpoint_io.remove_checkpoint(filepath)
 
     # ------------------------------------------------------------------ batches
@@ -416,16 +415,16 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # in every step, otherwise training would depend on how often an evaluation or a checkpoint interrupts it
+        # evaluations and saves share buffers too: without this, training would depend on how often they happen
         self.share_buffers()
-        # in every micro-batch, so that links and removals follow a background save as soon as it is complete
+        # poll often, so that the actions waiting for a background save run soon after it is complete
         self.checkpoint_io.poll()
         with self._step_region():
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # the base class's code plus the step region, which must not cover the hooks before and after backward
+        # this repeats the base class's code, because the step region must not cover the hooks around backward
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -437,7 +436,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        # under manual optimisation only the optimizer step shows which backward was the last one
+        # under manual optimisation, the optimizer step does this, since any backward may be the last one
         if self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 

@@ -1,4 +1,4 @@
-"""Record of how a module was parallelised. This outlives the Trainer, so a later Trainer must ask for the same."""
+"""Record of how a module was parallelised. A later Trainer compares its own settings with this record."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from lightning_fsdp2.strategies.parts.world import World
 _ATTRIBUTE = "_lightning_fsdp2_parallelisation"
 
 _CAUSES = {"mp_policy": "precision", "autocast_dtype": "precision and autocast_dtype"}
-"""Settings that the error names in place of a flag, because ``Trainer(precision=)`` sets that flag too."""
+"""Names of the user's settings for flags that ``Trainer(precision=)`` also sets, for error messages."""
 
 
 @dataclass(frozen=True)
 class Parallelisation:
-    """Record of how a module was parallelised."""
+    """Settings that a module was parallelised with."""
 
     device_mesh: DeviceMesh
     config: DistributedConfig
@@ -29,10 +29,10 @@ class Parallelisation:
 
 
 def is_parallelised(module: nn.Module, parallelisation: Parallelisation) -> bool:
-    """Return whether an earlier Trainer has parallelised ``module``.
+    """Return whether an earlier Trainer has parallelised ``module`` with the same settings.
 
     Raises:
-        ValueError: When the strategy, the mesh, or a flag that changes the module was another one.
+        ValueError: When the earlier strategy, mesh, or a flag that changes the module was different.
     """
     earlier: Parallelisation | None = module.__dict__.get(_ATTRIBUTE)
     if earlier is not None:
@@ -49,8 +49,8 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
     if type(earlier.config) is not type(current.config):
         old, new = type(earlier.config).__name__, type(current.config).__name__
         raise ValueError(
-            f"The module was parallelised by an earlier Trainer as a {old} says, and cannot be again as a {new} does."
-            " Save a checkpoint, and load it into a new module."
+            f"An earlier Trainer parallelised the module with a {old}, and it cannot be parallelised again with a"
+            f" {new}. Save a checkpoint, and load it into a new module."
         )
     old_mesh, mesh = earlier.device_mesh, current.device_mesh
     if (old_mesh.shape, old_mesh.device_type) != (mesh.shape, mesh.device_type):
@@ -61,32 +61,32 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
     if earlier.has_half_weights != current.has_half_weights:
         old, new = ("bfloat16" if way.has_half_weights else "the dtype they had" for way in (earlier, current))
         raise ValueError(
-            f"The module was given weights of {old} by an earlier Trainer, but this one asks for {new}. Use the same"
-            " precision, or load a checkpoint into a new module."
+            f"The module was given weights of {old} by an earlier Trainer, but this Trainer asks for {new}. Use the"
+            " same precision, or load a checkpoint into a new module."
         )
     for name, (old, new) in get_differences(earlier.config, current.config).items():
         raise ValueError(
-            f"The module was parallelised with {name}={old!r} by an earlier Trainer, but this one asks for {new!r}. Use"
-            f" the same {_CAUSES.get(name, name)}, or load a checkpoint into a new module."
+            f"The module was parallelised with {name}={old!r} by an earlier Trainer, but this Trainer asks for"
+            f" {new!r}. Use the same {_CAUSES.get(name, name)}, or load a checkpoint into a new module."
         )
 
 
 def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -> None:
     """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 
-    Their batches differ, and not every batch needs every part.
+    The batches of the ranks differ, and a batch may not need every part, such as the vision tower.
     """
     if world.data_parallel_size > 1 and world.control_group is not None:
         check_branches(module, units, world.control_group)
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the flags that change a module and differ between two configs of the same class."""
+    """Return the flags that differ between two configs of one class, except flags that do not change the module."""
     flags, others = _get_flags(first), _get_flags(second)
     return {
         name: (value, others[name])
         for name, value in flags.items()
-        # the styles of a plan compare by identity, so compare their `repr` too
+        # parallel styles in a plan compare by identity, so equal values may only have the same `repr`
         if value != others[name] and repr(value) != repr(others[name])
     }
 

@@ -1,4 +1,4 @@
-"""The meaning of ``Trainer(precision=)`` for the strategies, and gradient clipping for any mix of meshes."""
+"""Precision plugin of the strategies, which also clips gradients that are sharded over different meshes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,9 +29,9 @@ _REMEDIES = {
 
 
 class ShardedPrecision(Precision):
-    """Precision plugin for FSDP2's mixed-precision policy, or for the autocast that the other strategies use.
+    """Precision plugin that selects FSDP2's mixed-precision policy, or autocast under the other strategies.
 
-    Under FSDP2 (for the others see :func:`choose_autocast`):
+    The table shows the dtypes under FSDP2. For the other strategies see :func:`choose_autocast`.
 
     ==============  ================  ===========================  =====================================
     precision       weights           compute                      gradient reduction, optimizer state
@@ -43,33 +43,33 @@ class ShardedPrecision(Precision):
 
     Under ``bf16-mixed`` every model and layer below the LightningModule casts its own inputs and returns float32,
     except the layers of a ``ModuleList``, which pass bfloat16 on. The batch is not cast, and parameters held by the
-    LightningModule itself are used in float32.
+    LightningModule itself stay in float32.
 
     Args:
         precision: A precision from the table.
 
     Raises:
-        ValueError: For any other precision; the message names the alternative.
+        ValueError: For any other precision. The message names a supported one.
     """
 
     def __init__(self, precision: str) -> None:
         if precision not in ("32-true", "bf16-mixed", "bf16-true"):
             remedy = _REMEDIES.get(precision, '"32-true", "bf16-mixed" or "bf16-true"')
             raise ValueError(
-                f"precision={precision!r} is not supported by this strategy: it has no gradient scaler, and float32 or"
-                f" bfloat16 weights; use precision={remedy}."
+                f"precision={precision!r} is not supported by this strategy, which has no gradient scaler and keeps"
+                f" weights in float32 or bfloat16; use precision={remedy}."
             )
         self.precision = precision  # type: ignore[assignment]
         self.gradient_norm: Tensor | None = None
-        """Total norm of the gradients, before they were last clipped by norm. [] float32."""
+        """Total norm of the gradients before the last clipping by norm. [] float32."""
         self.norm_observers: list[Callable[[Tensor], None]] = []
-        """Functions that get this norm after gradients are clipped and before the optimizer uses them."""
-        # under bf16-true tensors are created in bfloat16, as under any other Lightning strategy
+        """Functions to call with ``gradient_norm`` after each clipping by norm, before the optimizer step."""
+        # Lightning's own plugin for bf16-true creates tensors in bfloat16
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """The mixed-precision policy that this precision stands for."""
+        """The FSDP2 mixed-precision policy for the plugin's ``precision``."""
         if self.precision == "bf16-mixed":
             return MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
@@ -116,10 +116,10 @@ class ShardedPrecision(Precision):
 
 
 def choose_precision(plugin: Precision | None, strategy: str) -> ShardedPrecision | None:
-    """Return the plugin that takes the place of Lightning's own ``plugin``; None stays None.
+    """Return the :class:`ShardedPrecision` to use instead of ``plugin``. None stays None.
 
     Raises:
-        ValueError: When ``plugin`` is the user's own. The message names ``strategy``.
+        ValueError: When ``plugin`` is neither Lightning's nor ours. The message names ``strategy``.
     """
     if plugin is None or isinstance(plugin, ShardedPrecision):
         return plugin
@@ -127,36 +127,33 @@ def choose_precision(plugin: Precision | None, strategy: str) -> ShardedPrecisio
         return ShardedPrecision(str(plugin.precision))
     raise ValueError(
         f"Trainer(plugins=[{type(plugin).__name__}()]): {strategy} casts by a mixed-precision policy or autocast and"
-        " would not use it; remove the plugin, and set Trainer(precision=...)."
+        " would not use this plugin; remove it, and set Trainer(precision=...)."
     )
 
 
 def get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
-    """Return the dtype in which layers compute under a strategy's ``config`` and the Trainer's ``precision``."""
+    """Return the dtype that layers compute in, by a strategy's ``config`` and the Trainer's ``precision``."""
     default = torch.float32 if precision.precision == "32-true" else torch.bfloat16
     policy = getattr(config, "mp_policy", None)
     return getattr(config, "autocast_dtype", None) or getattr(policy, "param_dtype", None) or default
 
 
 def check_clipping(trainer: Trainer) -> None:
-    """Refuse a clipping bound that Lightning would silently ignore, or that would make all gradients NaN.
+    """Refuse a ``gradient_clip_val`` that Lightning would silently ignore, or that would make all gradients NaN.
 
     Raises:
         ValueError: When the Trainer's ``gradient_clip_val`` is negative or NaN.
     """
     bound = trainer.gradient_clip_val
     if bound is not None and not bound >= 0:
-        raise ValueError(
-            f"Trainer(gradient_clip_val={bound!r}) must be a norm or a value from 0 on; leave it out for no clipping."
-        )
+        raise ValueError(f"Trainer(gradient_clip_val={bound!r}) must be at least 0; leave it out for no clipping.")
 
 
 def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the buffers of Hugging Face models that must stay in float32, each with its module and name.
+    """Yield the buffers of Hugging Face models that must stay in float32, as (module, name, buffer).
 
-    Some are buffers that a model computes and uses in float32, such as rotary frequencies, because positions far into a
-    sequence amplify rounding errors. The others are those that the model's authors always keep in float32, such as a
-    router's correction.
+    These are non-persistent buffers, such as rotary frequencies: positions far into a sequence would amplify rounding
+    errors. They are also the buffers that the model's authors keep in float32, such as a router's correction.
     """
     for model in get_hf_models(module):
         yield from get_float32_buffers(model, torch.bfloat16)
@@ -167,9 +164,9 @@ def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
 
 
 def choose_autocast(config: ConfigT, precision: str) -> ConfigT:
-    """Return ``config`` with bfloat16 as its ``autocast_dtype`` under ``bf16-mixed``, unless that is already set.
+    """Return ``config`` with ``autocast_dtype`` set to bfloat16 under ``bf16-mixed``, unless the user has set it.
 
-    This is for strategies without FSDP2, whose units would cast by themselves.
+    Strategies other than FSDP2Strategy use this. FSDP2 casts by its mixed-precision policy instead.
     """
     if precision == "bf16-mixed" and config.autocast_dtype is None:
         return replace(config, autocast_dtype=torch.bfloat16)
@@ -177,23 +174,23 @@ def choose_autocast(config: ConfigT, precision: str) -> ConfigT:
 
 
 def get_mp_policy(precision: str, configured: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    """Combine ``Trainer(precision=)`` with ``FSDP2Config.mp_policy``: two ways to say the same thing.
+    """Return the mixed-precision policy that ``Trainer(precision=)`` and ``FSDP2Config.mp_policy`` ask for.
 
-    An explicit policy wins. ``32-true`` is the Trainer's default and contradicts nothing.
+    If ``mp_policy`` is given, it is the result. The Trainer's default, ``32-true``, does not contradict any policy.
 
     Raises:
-        ValueError: When both are given and contradict each other.
+        ValueError: When the two settings contradict each other.
     """
     if configured is None:
         return ShardedPrecision(precision).mp_policy
     if precision != "32-true" and configured.param_dtype not in (None, torch.bfloat16):
         raise ValueError(
             f'Trainer(precision="{precision}") computes in bfloat16, but FSDP2Config.mp_policy.param_dtype is'
-            f" {configured.param_dtype}; say one of them, or the same in both."
+            f" {configured.param_dtype}; set only one of them, or set both to the same dtype."
         )
     if precision == "bf16-mixed" and configured.param_dtype is None:
         raise ValueError(
-            'Trainer(precision="bf16-mixed") computes in bfloat16, but FSDP2Config.mp_policy leaves param_dtype out,'
-            " which computes in the weights' own float32; set mp_policy.param_dtype or leave the precision out."
+            'Trainer(precision="bf16-mixed") computes in bfloat16, but FSDP2Config.mp_policy has no param_dtype, so'
+            " layers would compute in float32, like the weights; set mp_policy.param_dtype or leave the precision out."
         )
     return configured

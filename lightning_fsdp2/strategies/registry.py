@@ -23,11 +23,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     }
     for name, (strategy, _, flags) in _STRATEGIES.items()
 }
-"""The strategies in their YAML form, to which options can be added. Lightning's registry has the same names."""
+"""YAML form of each strategy, by its short name. Options can be added to it. Lightning registers the same names."""
 
 
 def register_strategies() -> None:
-    """Register the names for ``Trainer(strategy=NAME)``."""
+    """Register the strategies' short names in Lightning, for ``Trainer(strategy=NAME)``."""
     for name, (strategy, config, flags) in _STRATEGIES.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=strategy.__doc__ or "", config=config(**flags))

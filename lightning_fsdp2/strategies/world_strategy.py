@@ -1,4 +1,4 @@
-"""Base strategy that answers Lightning's questions about ranks, processes and collectives from its :class:`World`."""
+"""Base class for the strategy methods about ranks, processes and collectives. They pass calls to a :class:`World`."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class WorldStrategy(ParallelStrategy):
-    """Strategy that answers for the ranks of a run, their mesh and their collectives.
+    """Lightning strategy with the ranks of a run, their device mesh and their collectives.
 
     Attributes:
         config: The flags of the strategy.
-        asked_sizes: Sizes of the mesh, as requested.
+        asked_sizes: Mesh sizes that the user asked for.
         world: The ranks of the run, their groups and their mesh.
     """
 
@@ -53,7 +53,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def sizes(self) -> MeshSizes:
-        """The sizes of the mesh, resolved for the number of ranks.
+        """The sizes of the mesh for this number of ranks.
 
         Raises:
             ValueError: When the sizes do not fit the number of ranks.
@@ -109,7 +109,7 @@ class WorldStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         if self.parallel_devices is None:
-            raise RuntimeError("The devices are known once the strategy was given to a Trainer.")
+            raise RuntimeError("The strategy has no devices yet: pass it to a Trainer first.")
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -135,7 +135,7 @@ class WorldStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ processes
 
     def set_world_ranks(self) -> None:
-        """Set the global rank and the world size; the Trainer calls this before any process group exists."""
+        """Set the global rank and the world size, before any process group exists."""
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -152,7 +152,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def group_timeout(self) -> timedelta:
-        """The current timeout of the collectives of a step."""
+        """The current timeout of collectives in steps."""
         return self.world.group_timeout
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
@@ -169,9 +169,10 @@ class WorldStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that read different data; ranks that read the same data count once.
+        """Reduce a tensor over ``group``, by default over the ranks that read different data.
 
-        A DTensor is gathered first. Anything other than a tensor is returned unchanged.
+        By default, ranks that read the same data count once. A DTensor is gathered first. Anything other than a tensor
+        is returned unchanged.
         """
         return self.world.reduce(tensor, self.root_device, group, reduce_op)
 
@@ -184,5 +185,5 @@ class WorldStrategy(ParallelStrategy):
         return all_gather(tensor, group or dist.group.WORLD, sync_grads)
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start to find the largest ``number`` of all ranks, on the host. Return a function that waits for it."""
+        """Start a maximum of ``number`` over all ranks, on the host. Return a function that waits for the result."""
         return self.world.start_maximum(number)

@@ -158,5 +158,5 @@ def test_a_host_whose_network_is_cut_is_named_by_the_others(tmp_path: Path, host
     assert job.wait_for_end(job.hosts[0], seconds=60) != [0]
     assert job.wait_for_end(job.hosts[1]) != [0]
     there, cut = ((job.folder / f"{host.name}.log").read_text() for host in job.hosts)
-    assert "noticed by the ranks 0-1 (lf-a). Nothing is heard yet of 2-3 (lf-b): they" in there
+    assert "The ranks 0-1 (lf-a) have noticed this. There is no report yet from 2-3 (lf-b): they" in there
     assert "reaches neither the other ranks nor the store" in cut

@@ -336,7 +336,7 @@ def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Ki
             if name == "LBFGS" and not kind.shards:
                 continue  # its steps call the model as often as they like: no loop to compare with
             if optimizer_class in kind.strategy.refused_optimizers:
-                with pytest.raises(ValueError, match=f"{name} has no step for the shards of .* such as AdamW"):
+                with pytest.raises(ValueError, match=f"{name} cannot step on the sharded parameters .* such as AdamW"):
                     trainer.fit(module, make_loader(batches))
                 continue
             trainer.fit(module, make_loader(batches))
@@ -387,7 +387,7 @@ def test_callbacks_are_refused_before_they_copy_the_module(kind: Kind) -> None:
 @pytest.mark.parametrize("bound", [-1.0, math.nan])
 def test_a_bound_of_clipping_that_would_be_passed_over_is_refused(kind: Kind, bound: float) -> None:
     def run() -> None:
-        with pytest.raises(ValueError, match=r"gradient_clip_val=(-1.0|nan)\) must be a norm or a value from 0 on"):
+        with pytest.raises(ValueError, match=r"gradient_clip_val=(-1.0|nan)\) must be at least 0"):
             kind.make_trainer(gradient_clip_val=bound).fit(Regressor(), make_loader(make_batches(1)))
 
     kind.run(run, 1)

@@ -100,7 +100,7 @@ def test_a_second_trainer_with_other_flags_of_the_model_is_refused_and_one_with_
         make_trainer().fit(module, loader)
         make_trainer(FSDP2Strategy(config=FSDP2Config(defer_fsdp_grad_sync=False))).fit(module, loader)
         with pytest.raises(
-            ValueError, match=f"parallelised with {flag}=.* by an earlier Trainer, but this one asks for {value}"
+            ValueError, match=f"parallelised with {flag}=.* by an earlier Trainer, but this Trainer asks for {value}"
         ):
             make_trainer(FSDP2Strategy(config=FSDP2Config(**{flag: value}))).fit(module, loader)
 
@@ -584,7 +584,7 @@ def test_a_rank_whose_peer_is_gone_refers_to_its_error(tmp_path: Path, monkeypat
 
     with pytest.raises(RankError, match="rank 0 died"):
         run_ranks(run, WORLD)
-    assert re.search(r"Nothing is heard yet of 0 \(.*\): they wait", (tmp_path / "error").read_text())
+    assert re.search(r"There is no report yet from 0 \(.*\): they may", (tmp_path / "error").read_text())
 
 
 class LogsGradientNorms(Regressor):

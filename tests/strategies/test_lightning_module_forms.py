@@ -131,7 +131,7 @@ class OwnParameter(UserModule):
 
 def test_own_parameters_under_manual_optimisation_are_refused_by_name() -> None:
     def run() -> None:
-        with pytest.raises(ValueError, match=r"scale hang on the LightningModule.*child module"):
+        with pytest.raises(ValueError, match=r"scale belong directly to the LightningModule.*child module"):
             make_trainer().fit(OwnParameter(), DataLoader(make_token_batches(2), batch_size=None))
 
     run_ranks(run, 2)
@@ -321,7 +321,7 @@ def test_running_statistics_are_those_of_rank_0_in_evaluation_and_checkpoints(tm
 
 def test_synchronised_batch_norm_is_refused_where_torch_has_none() -> None:
     def run() -> None:
-        with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm runs on accelerators only"):
+        with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm does not run on a CPU"):
             make_trainer(sync_batchnorm=True).fit(Normalized(), DataLoader(torch.randn(8, WIDTH), batch_size=4))
 
     run_ranks(run, 1)

@@ -398,7 +398,7 @@ def test_defect_6_a_checkpoint_plugin_is_ignored(tmp_path: Path) -> None:
         assert (tmp_path / "theirs.ckpt").is_dir()
         assert plugin.calls == []
 
-        with pytest.raises(ValueError, match=r"RecordingCheckpointIO\(\)\]\): .*remove the plugin.*CheckpointConfig"):
+        with pytest.raises(ValueError, match=r"RecordingCheckpointIO\(\)\]\): .*remove it and set .*CheckpointConfig"):
             make_trainer(FSDP2Strategy(), plugins=[RecordingCheckpointIO()])
 
     run_ranks(run, WORLD)

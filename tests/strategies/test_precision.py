@@ -332,7 +332,7 @@ CONTRADICTIONS: list[tuple[Any, dict[str, str], str]] = [
     ("bf16-mixed", {"param_dtype": "float16"}, r"computes in bfloat16, but .*mp_policy.param_dtype is torch.float16"),
     ("bf16-mixed", {"param_dtype": "float32"}, r"computes in bfloat16, but .*mp_policy.param_dtype is torch.float32"),
     ("bf16-true", {"param_dtype": "float32"}, r"computes in bfloat16, but .*mp_policy.param_dtype is torch.float32"),
-    ("bf16-mixed", {"reduce_dtype": "float32"}, r"computes in bfloat16, but .*mp_policy leaves param_dtype out"),
+    ("bf16-mixed", {"reduce_dtype": "float32"}, r"computes in bfloat16, but .*mp_policy has no param_dtype"),
 ]
 """Precision, policy, message."""
 

@@ -1,4 +1,4 @@
-"""Checks before training that the nodes of a run have the same config and share the checkpoint folders."""
+"""Checks before training: all ranks must have the same config, and all nodes must share the checkpoint folders."""
 
 import json
 import os
@@ -46,35 +46,34 @@ _OPTIONS_OF_TRAINER = (
 )
 
 _NAMES_OF_FILES = ("config", "ckpt_path")
-"""Options that are file names. They are not compared: config files count by content, and ``ckpt_path`` is rank 0's."""
+"""Options that are not compared. Only the content of config files matters, and all ranks use rank 0's ``ckpt_path``."""
 
 _TIME_TO_APPEAR = timedelta(minutes=1)
-"""Longest time to wait for a file to appear on a network file system. A short ``timeout`` reduces it, because the other
-ranks wait no longer than that."""
+"""Longest time to wait for a file to appear on a network file system. A shorter timeout of the strategy limits it."""
 
 
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Refuse ranks whose configs differ; every rank calls it.
+    """Refuse to start if the ranks have different configs. Every rank must call this.
 
-    With a command line, its whole config is compared; otherwise, the options of Trainer and strategy. A difference in
-    the hyperparameters that a script has saved is only a warning: they may contain the rank, or a folder of that rank.
+    In a run of the command line, the whole config is compared. In a script, the options of the Trainer and the strategy
+    are compared. Different saved hyperparameters cause only a warning, because a script may save the rank in them.
 
     Args:
-        trainer: Trainer whose strategy has its mesh sizes, and whose module is connected.
+        trainer: Trainer that has a module, and whose strategy knows its mesh sizes.
         hosts: Host names of all ranks.
         group: CPU group of all ranks.
 
     Raises:
-        ValueError: On every rank, when configs differ. The message says what differs and where.
+        ValueError: On every rank, when configs differ. The message names the options, their values and the ranks.
     """
     if differences := _compare(_describe_config(trainer), hosts, group):
         raise ValueError(refuse(differences))
     if differences := _compare(_describe_hyperparameters(trainer), hosts, group):
-        rank_zero_warn(f"The hyperparameters of the ranks differ, and each rank goes by its own: {differences}.")
+        rank_zero_warn(f"The hyperparameters of the ranks differ, and each rank uses its own: {differences}.")
 
 
 def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Refuse a folder of ``ModelCheckpoint`` that hosts do not share; every rank calls it.
+    """Refuse a ``ModelCheckpoint`` folder that is not shared by all hosts. Every rank must call this.
 
     Args:
         trainer: Trainer whose callbacks are set up.
@@ -84,7 +83,7 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
     Raises:
         ValueError: On every rank, when a folder is not shared. The message names the folder and the ranks without it.
     """
-    if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # a fast_dev_run saves nothing
+    if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # fast_dev_run saves no checkpoint
         return
     patience = min(_TIME_TO_APPEAR, cast(Any, trainer.strategy).group_timeout / 2)
     for callback in trainer.checkpoint_callbacks:
@@ -94,7 +93,7 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
 
 def _compare(description: dict[str, str], hosts: Sequence[str], group: dist.ProcessGroup) -> str:
     digest = sha256(json.dumps(description).encode()).digest()
-    if len(set(gather_objects(digest, group))) == 1:  # descriptions can be megabytes long
+    if len(set(gather_objects(digest, group))) == 1:  # compare digests first, since descriptions can be megabytes long
         return ""
     return tell_differences(gather_objects(description, group), hosts)
 
@@ -120,7 +119,7 @@ def _describe_hyperparameters(trainer: Any) -> dict[str, str]:
 
 
 def _write(name: str, value: Any) -> str:
-    """Return ``value`` as text that can be compared; for an object whose ``repr`` has an address, its class."""
+    """Return ``value`` as text that is equal on all ranks for equal values, without memory addresses and secrets."""
     if is_secret(name.rpartition(".")[2]):
         return "hidden"
     if isinstance(value, Namespace):
@@ -129,7 +128,7 @@ def _write(name: str, value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_write(name, item) for item in value) + "]"
-    if isinstance(value, set | frozenset):  # the order of a set differs between processes
+    if isinstance(value, set | frozenset):  # sorted, because the order of a set differs between processes
         return "{" + ", ".join(sorted(_write(name, item) for item in value)) + "}"
     if isinstance(value, torch.device):
         return value.type
@@ -138,14 +137,14 @@ def _write(name: str, value: Any) -> str:
 
 
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
-    # a new name: no host has looked it up before, so none has cached its absence
+    # the file name is new, so no host can have cached that the file does not exist
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
     sees = gather_objects(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)
     if blind := [rank for rank, does_see in enumerate(sees) if not does_see]:
         raise ValueError(
-            f"ModelCheckpoint(dirpath={str(folder)!r}): all nodes must share the folder of checkpoints, and what rank"
-            f" {describe_ranks([0], hosts)} writes there does not appear on {describe_ranks(blind, hosts)}. Choose one"
+            f"ModelCheckpoint(dirpath={str(folder)!r}): all nodes must share the checkpoint folder, but a file"
+            f" from rank {describe_ranks([0], hosts)} does not appear on {describe_ranks(blind, hosts)}. Choose a folder"
             " on a shared file system, or in an object store."
         )
 
@@ -162,6 +161,6 @@ def _appears(path: Path, patience: timedelta) -> bool:
         if time.monotonic() > deadline:
             return False
         with suppress(OSError):
-            os.listdir(path.parent)  # makes a network file system ask its server again
+            os.listdir(path.parent)  # a network file system then asks its server again
         time.sleep(0.2)
     return True

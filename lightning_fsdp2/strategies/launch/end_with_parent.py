@@ -1,7 +1,7 @@
-"""Let a process end with its parent, no matter how the parent ends: by an error, a signal, or ``kill -9``.
+"""Make a process end when its parent ends for any reason, including an error, a signal and ``kill -9``.
 
-Run as a script, it does this and then replaces itself with the command in its arguments. It imports only the standard
-library, because a process whose parent ends during the imports would be left over.
+Run as a script, this file does so and then replaces itself with the command in its arguments. It imports only the
+standard library, to be fast: if the parent ended during the imports, the process would stay.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-"""Option of ``prctl(2)`` for the signal that the kernel sends when the parent ends. ``exec`` keeps the setting."""
+"""Option of ``prctl(2)`` that sets the signal to send when the parent ends. The setting survives ``exec``."""
 
 
 def end_with_parent(parent: int) -> None:

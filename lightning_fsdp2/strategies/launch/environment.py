@@ -1,4 +1,4 @@
-"""The environment that starts the ranks (Lightning itself, torchrun, SLURM), and whether it fits the Trainer."""
+"""Checks that the launcher of the ranks (Lightning, torchrun or SLURM) has started what the Trainer asks for."""
 
 import os
 import sys
@@ -11,25 +11,24 @@ from lightning_fsdp2.strategies.launch.end_with_parent import end_with_parent
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher
 
 _USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable that torchrun's own agent sets. This agent starts the ranks from its main thread."""
+"""Environment variable that shows that torchrun's agent started this rank. It does so from its main thread."""
 
 
 def get_number_of_nodes(environment: ClusterEnvironment, num_nodes: int) -> int:
-    """Return the number of nodes that torchrun has started, or ``num_nodes`` in any other environment.
+    """Return the number of nodes that torchrun has started, or ``num_nodes`` under any other launcher.
 
-    With ``--nnodes 2:4`` torchrun starts the run on as many nodes as are available, and restarts it when a node is
-    lost.
+    With ``--nnodes 2:4``, torchrun starts the run on two to four available nodes, and restarts it when a node is lost.
     """
     if not isinstance(environment, TorchElasticEnvironment):
         return num_nodes
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", num_nodes))  # launchers other than torchrun may not set it
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", num_nodes))  # unset under some other launchers
     if nodes != num_nodes:
-        rank_zero_info(f"torchrun has started {nodes} node(s) in place of Trainer(num_nodes={num_nodes}).")
+        rank_zero_info(f"torchrun has started {nodes} node(s) instead of Trainer(num_nodes={num_nodes}).")
     return nodes
 
 
 def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> RankLauncher | None:
-    """Build the launcher that starts the other ranks of this node. None if they run already, or there are none.
+    """Build the launcher that starts the other ranks of this node, or return None if no rank has to be started.
 
     Args:
         environment: Cluster environment of this process.
@@ -37,8 +36,8 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
         nodes: Number of nodes.
 
     Raises:
-        ValueError: When the number of started processes is not the one that the Trainer asks for, or when a notebook
-            would have to start other processes.
+        ValueError: When the launcher has started a different number of processes than the Trainer asks for, or when a
+            notebook would have to start processes.
     """
     if environment.creates_processes_externally:
         environment.validate_settings(num_devices=devices, num_nodes=nodes)
@@ -49,16 +48,16 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
     if hasattr(sys, "ps1"):  # a notebook or an interactive shell
         if devices > 1:
             raise ValueError(
-                f"devices={devices} needs that many processes, and a notebook is one. Use devices=1 here, save the code"
-                f" as a script and run `python script.py` or `torchrun --nproc-per-node {devices} script.py`, or use"
-                " the command line `lightning-fsdp2 fit`."
+                f"devices={devices} needs {devices} processes, but a notebook is one process. Use devices=1 here, save"
+                f" the code as a script and run `python script.py` or `torchrun --nproc-per-node {devices} script.py`,"
+                " or use the command line `lightning-fsdp2 fit`."
             )
         return None
     return RankLauncher(environment, devices, nodes, lambda: check_variables(environment, devices, nodes))
 
 
 def check_variables(environment: ClusterEnvironment | None, devices: int, nodes: int) -> None:
-    """Refuse variables left by another launcher or an earlier run, if Lightning starts the processes.
+    """Refuse environment variables from another launcher or an earlier run, if Lightning starts the processes.
 
     Raises:
         ValueError: When a variable contradicts the Trainer. The message names the variable and both values.
@@ -70,24 +69,24 @@ def check_variables(environment: ClusterEnvironment | None, devices: int, nodes:
     if not 0 <= node < nodes:
         name = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
         raise ValueError(
-            f"{name}={node} is no node of {asked}, which are 0 to {nodes - 1}. Set num_nodes to the number of nodes, or"
-            f" unset {name}."
+            f"{name}={node} is not a node of {asked}, whose nodes are 0 to {nodes - 1}. Set num_nodes to the number of"
+            f" nodes, or unset {name}."
         )
     for name, own in (("WORLD_SIZE", nodes * devices), ("RANK", node * devices + local)):
         value = os.environ.get(name, str(own))
         if value != str(own):
             raise ValueError(
-                f"{name}={value} contradicts {asked}, in which it would be {own} here (NODE_RANK={node},"
-                f" LOCAL_RANK={local}). Unset it, which a launcher or an earlier run has left in the environment,"
-                " or start the run by torchrun, which sets all of them."
+                f"{name}={value} contradicts {asked}, which needs {name}={own} in this process (NODE_RANK={node},"
+                f" LOCAL_RANK={local}). Another launcher or an earlier run has probably set {name}: unset it, or start"
+                " the run with torchrun, which sets all of these variables."
             )
 
 
 def _check_tasks_of_slurm(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
-    """Check that SLURM has started the right number of tasks; Lightning only checks the options of ``sbatch``."""
+    """Check that SLURM has started one task per rank. Lightning only checks the options of ``sbatch``."""
     tasks = environment.world_size()
     if isinstance(environment, SLURMEnvironment) and tasks != nodes * devices:
         raise ValueError(
-            f"SLURM has started {tasks} task(s) (SLURM_NTASKS), and Trainer(devices={devices}, num_nodes={nodes}) asks"
-            f" for {nodes * devices}. Set both to what `srun --nodes` and `--ntasks-per-node` say."
+            f"SLURM has started {tasks} task(s) (SLURM_NTASKS), but Trainer(devices={devices}, num_nodes={nodes}) asks"
+            f" for {nodes * devices}. Set num_nodes and devices to those of `srun --nodes` and `--ntasks-per-node`."
         )

@@ -1,4 +1,4 @@
-"""The launcher for ``python script.py``: the first process of a node starts the others, which end when it ends."""
+"""Launcher for ``python script.py``. The first process of a node starts the other ranks, and they end with it."""
 
 import atexit
 import os
@@ -18,31 +18,31 @@ from lightning_fsdp2.compat.lightning import SubprocessScriptLauncher
 from lightning_fsdp2.strategies.launch import end_with_parent
 
 _LAUNCHED = "LIGHTNING_FSDP2_LAUNCHED"
-"""Environment variable that tells a process that this launcher started it. Nothing else would tell it."""
+"""Environment variable that this launcher sets in each process that it starts."""
 
 _SECONDS_AFTER_ERROR = 5.0
-"""Number of seconds that a failed process waits for the ranks that it started, before it exits and they end too."""
+"""Number of seconds that a failed process waits for the ranks that it started. Its exit then ends these ranks."""
 
 
 class RankLauncher(SubprocessScriptLauncher):
-    """Lightning's launcher, except that no rank outlives the process that started it, no matter how that process ends.
+    """Lightning's launcher for scripts, changed so that all ranks end when the process that started them ends.
 
-    Lightning tells the ranks about errors and some signals, but only during a fit. If a process is killed while its
-    ranks still import torch, or by an unhandled signal, the ranks would live on and hold their devices.
+    Lightning's own launcher forwards errors and some signals to the ranks, but only during a fit. If the first process
+    ends in another way, such as by ``kill -9``, the ranks would keep running and occupy their devices.
 
     Args:
-        environment: Cluster environment for which processes are started.
+        environment: Cluster environment of the run.
         devices: Number of processes on this node.
         nodes: Number of nodes.
-        check: Function to call before the first process is started. After that it would be too late, because Lightning
-            overwrites environment variables.
+        check: Function that checks the environment variables. It is called before the first process is started, because
+            Lightning overwrites these variables for the new processes.
     """
 
     has_started: ClassVar[bool] = False
-    """Whether this process has started others. It does so only once, for all of its Trainers."""
+    """Whether this process has started other ranks. It starts them only once, for all of its Trainers."""
 
     has_failed: ClassVar[bool] = False
-    """Whether the last run of any Trainer in this process ended with an error, even if the script caught it."""
+    """Whether the last Trainer run in this process ended with an error, even if the script caught the error."""
 
     _has_killed = False
 
@@ -58,7 +58,7 @@ class RankLauncher(SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         module: Any = subprocess_script
-        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook for the start of a command
+        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change this command
         try:
             super()._call_children_scripts()
         finally:
@@ -72,7 +72,7 @@ class RankLauncher(SubprocessScriptLauncher):
         super().kill(signum)
 
     def _wait_for_ranks(self) -> None:
-        """Wait until the other ranks have also reached the end of the script; after an error, only briefly."""
+        """Wait until the other ranks have also reached the end of the script. After an error, wait only briefly."""
         has_failed = self._has_killed or self.has_failed or getattr(sys, "last_value", None) is not None
         for process in self.procs:
             with suppress(subprocess.TimeoutExpired):
@@ -80,12 +80,12 @@ class RankLauncher(SubprocessScriptLauncher):
 
 
 def is_of_launcher() -> bool:
-    """Return whether this process has started the other ranks of its node, or was started by the process that did."""
+    """Return whether the :class:`RankLauncher` has started this process, or is used in it to start other ranks."""
     return RankLauncher.has_started or _LAUNCHED in os.environ
 
 
 def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":
-    # to the kernel, the parent ends when the thread that started the process ends
+    # the kernel takes the end of the starting thread for the end of the parent, so only the main thread is watched
     is_watched = threading.current_thread() is threading.main_thread()
     script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())] if is_watched else []
     return subprocess.Popen([*script, *command], env={**env, _LAUNCHED: "1"}, cwd=cwd)

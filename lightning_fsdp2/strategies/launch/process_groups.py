@@ -1,4 +1,4 @@
-"""The default process group from start to end, and collectives with the defaults that the strategies need."""
+"""Start of the default process group and the device mesh, and a few collectives for the strategies."""
 
 import atexit
 import os
@@ -36,13 +36,14 @@ def init_process_group(
     timeout: timedelta,
     rendezvous_timeout: timedelta,
 ) -> None:
-    """Start the default process group, unless the user has already done so. The group ends with the interpreter.
+    """Start the default process group, unless the user has already done so.
 
-    It cannot end in ``teardown``, which Lightning calls after every stage: the sharded module outlives the stage.
+    The group lives until the interpreter exits. Lightning calls ``teardown`` after every stage, but a sharded module
+    needs the group in later stages too.
 
     Args:
         environment: Cluster environment, which knows the rank of this process.
-        backend: Backend of the group. None chooses it by ``device``, or accepts the backend of an existing group.
+        backend: Backend of the group. None chooses the backend by ``device``, or accepts that of an existing group.
         device: Device of this rank.
         bind_device_id: Whether the group is bound to ``device``.
         timeout: Timeout of the group's collectives.
@@ -50,8 +51,8 @@ def init_process_group(
 
     Raises:
         TimeoutError: When a rank does not appear in time.
-        ValueError: When a group of another size, backend or device already exists, when versions or backends differ
-            between the ranks, or when there is no device to bind the group to.
+        ValueError: When a group with a different size, backend or device already exists. Also when versions or backends
+            differ between the ranks, or when there is no device to bind the group to.
     """
     if bind_device_id:
         check_bound_device(backend or get_default_backend(device), device)
@@ -59,19 +60,19 @@ def init_process_group(
     if dist.is_initialized():
         if dist.get_world_size() != world_size:
             raise ValueError(
-                f"The Trainer asks for {world_size} rank(s) (devices x num_nodes), but this process belongs to a group"
-                f" of {dist.get_world_size()} already; use the same number, or start a new process."
+                f"The Trainer asks for {world_size} rank(s) (devices x num_nodes), but this process already belongs to"
+                f" a group of {dist.get_world_size()}; use the same number, or start a new process."
             )
         if backend is not None and not _has_backend(backend, device):
             raise ValueError(
-                f"config.backend={backend!r}, but this process belongs to a group of {dist.get_backend_config()!r}"
-                " already; leave `backend` out to use that group, or start a new process."
+                f"config.backend={backend!r}, but this process already belongs to a group with the backend"
+                f" {dist.get_backend_config()!r}; leave `backend` out to use that group, or start a new process."
             )
         return
     backend = backend or get_default_backend(device)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
-        os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code, and for messages
+        os.environ["MASTER_ADDR"] = environment.main_address  # the user's code and our messages read it
         os.environ["MASTER_PORT"] = str(environment.main_port)
         store = meet(
             environment.main_address,
@@ -81,7 +82,7 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # for later exchanges of process groups through the store
+        store.set_timeout(timeout)  # process groups use the store later too
     dist.init_process_group(
         backend,
         store=store,
@@ -94,7 +95,7 @@ def init_process_group(
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """Return the mesh with these sizes. Each process builds it only once, since process groups hold device memory."""
+    """Return the device mesh with these sizes, from a cache if possible, because its groups hold device memory."""
     device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
     for group in get_groups(device_mesh):
         set_group_timeout(group, timeout)
@@ -107,10 +108,10 @@ def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
-    """All-reduce a copy of ``tensor``; a DTensor is gathered first.
+    """All-reduce a copy of ``tensor`` over ``group``. A DTensor is gathered first.
 
     Args:
-        tensor: Tensor of any shape and dtype; the mean of integers is a float.
+        tensor: Tensor of any shape and dtype. The mean of integers is a float.
         group: Process group of the ranks to reduce over.
         op: ``"mean"`` (also ``"avg"``, None), ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
     """
@@ -136,7 +137,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Te
 
 @torch.no_grad()
 def broadcast_coalesced(tensors: Sequence[Tensor]) -> None:
-    """Give every rank the values of rank 0, in place and in one message per device.
+    """Broadcast tensors from rank 0 to every rank, in place and in one message per device.
 
     Args:
         tensors: Strided tensors of any dtype, with the same shapes and dtypes on all ranks.
@@ -156,7 +157,7 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:
-    """Return whether the default group uses ``backend`` on ``device``, and on the CPU if ``backend`` covers that."""
+    """Return whether the default group uses ``backend`` on ``device``, and also on the CPU if ``backend`` names one."""
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())
     )

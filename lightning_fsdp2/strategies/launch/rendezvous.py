@@ -1,4 +1,4 @@
-"""Wait for the other ranks at the start of a run, and report which are gone when some no longer answer."""
+"""Wait for the other ranks at the start of a run, and find out which ranks are gone after a collective has failed."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_fsdp2.ranks.failures import describe_ranks
 
 _PROBE_TIMEOUT = timedelta(seconds=5)
-"""Time that a rank without contact waits for the others to report the same, as all were in one collective."""
+"""Time that a rank waits, after a collective has failed, for the other ranks to report the same failure."""
 
 _AGENT_TIMEOUT = timedelta(seconds=15)
-"""Time to wait for the store of torchrun's agent. The store is older than the ranks, but may be gone."""
+"""Time to wait for the store of torchrun's agent. It is short, because the store exists before the ranks start."""
 
 _MOST_NAMED = 5
 _MOST_LISTED = 64
@@ -33,18 +33,18 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
     """Wait until every rank has reached the store at ``address:port``, and return the store.
 
     Args:
-        address: Address of rank 0, which holds the store unless torchrun's agent does.
+        address: Address of the store, which runs in rank 0 or in torchrun's agent.
         port: Port of the store.
         rank: Number of this rank.
         world_size: Number of ranks to wait for.
         timeout: How long to wait for the other ranks.
-        run: Values, by name, that must be the same on all ranks for them to communicate.
+        run: Values, by name, that must be the same on all ranks.
 
     Raises:
         OSError: When the port is taken.
-        TimeoutError: When ranks are missing. The message names them, and the ranks that came with their hosts.
-        ValueError: On every rank, when ``run`` differs or two processes have the same rank. The message says what
-            differs and where.
+        TimeoutError: When ranks are missing. The message names the missing ranks, and the others with their hosts.
+        ValueError: On every rank, when ``run`` differs or two processes have the same rank. The message names the
+            differences and the ranks.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store_timeout = min(timeout, _AGENT_TIMEOUT) if is_agents else timeout
@@ -55,16 +55,16 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             world_size,
             is_master=rank == 0 and not is_agents,
             timeout=store_timeout,
-            wait_for_workers=False,  # waiting here would not say which ranks are missing
+            wait_for_workers=False,  # a timeout here would not show which ranks are missing
             multi_tenant=True,
         )
-        # torchrun may keep its store for later attempts, so every attempt has its own prefix. Two agents may count the
-        # attempts differently, so a host can rejoin only if torchrun's store is not used
-        # (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+        # torchrun may keep its store for later attempts, so every attempt uses its own prefix.
+        # Agents may number the attempts differently, and their ranks would then not meet.
+        # For hosts to rejoin a run, torchrun's store must be off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
-        if store.add(_NUMBER, 1) == world_size:  # the last to come compares for all
+        if store.add(_NUMBER, 1) == world_size:  # the last rank compares for all
             store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
@@ -76,7 +76,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         raise TimeoutError(
             f"Rank {rank} ({platform.node()}) could not reach the store of {holder} at {address}:{port} within"
             f" {waited}: {str(error).splitlines()[0]} Check that {holder} has started and still runs, that"
-            " MASTER_ADDR is its address and the same on all nodes, and that no firewall closes the port."
+            " MASTER_ADDR is its address and the same on all nodes, and that no firewall blocks the port."
         ) from error
     try:
         store.wait([_ALL_CAME], timeout)
@@ -84,11 +84,11 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
     except dist.DistError as error:
         raise TimeoutError(
             f"Rank {rank} ({platform.node()}) waited rendezvous_timeout={timeout} for {world_size} ranks at"
-            f" {address}:{port}. {_say_who_came(store, world_size)} Look into the logs of the missing ones, or at the"
-            " nodes that have none."
+            f" {address}:{port}. {_say_who_came(store, world_size)} Look at the logs of the missing ranks, or check the"
+            " nodes that have no logs."
         ) from error
     if fault:
-        with suppress(dist.DistError):  # the store ends with rank 0, which waits only for a short time
+        with suppress(dist.DistError):  # let all ranks read the fault before rank 0 ends the store
             if store.add(_NUMBER, 1) == 2 * world_size:
                 store.set(_ALL_KNOW, "")
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
@@ -97,15 +97,15 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
 
 
 def refuse(differences: str) -> str:
-    """Return the error message for the differences that :func:`tell_differences` has found."""
+    """Return the error message for ranks with ``differences``, as :func:`tell_differences` describes them."""
     return (
-        f"The ranks of a run must be the same, and differ: {differences}. Install the same versions on all nodes, and"
-        " start them with the same config."
+        f"All ranks of a run must have the same config and versions, but {differences}. Install the same versions on"
+        " all nodes, and start all ranks with the same config."
     )
 
 
 def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """Describe how ranks differ, as in ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``; "" if they do not.
+    """Describe how ranks differ, such as ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``, or return "".
 
     Args:
         descriptions: The values of each rank, by name.
@@ -120,9 +120,9 @@ def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[
 
 
 def say_who_answers(hosts: Sequence[str]) -> str:
-    """Find out which ranks have also lost contact, after a collective failed because a rank does not answer.
+    """Find out which ranks still answer after a collective has failed, and describe them in a sentence.
 
-    This takes only seconds, whatever the state of the network.
+    This takes only seconds, even if the network is down.
 
     Args:
         hosts: Host names of all ranks.
@@ -131,7 +131,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
         A sentence for the error message.
     """
     answered: list[int] = []
-    # a call to a store that a dead link has cut off can block for minutes
+    # ask in a thread, because a call to the store can block for minutes if the network is down
     thread = threading.Thread(target=_ask_others, args=(len(hosts), answered), daemon=True)
     thread.start()
     thread.join(2 * _PROBE_TIMEOUT.total_seconds())
@@ -139,21 +139,21 @@ def say_who_answers(hosts: Sequence[str]) -> str:
     if not answered:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (
-            f"Rank {own} reaches neither the other ranks nor the store at {address}: its own host has lost the network,"
-            f" or that of the store is gone. The ranks were {describe_ranks(range(len(hosts)), hosts)}."
+            f"Rank {own} reaches neither the other ranks nor the store at {address}: this host has lost the network, or"
+            f" the store's host is gone. The ranks were {describe_ranks(range(len(hosts)), hosts)}."
         )
     there = describe_ranks(answered, hosts)
     silent = [rank for rank in range(len(hosts)) if rank not in answered]
     if not silent:
-        return f"All ranks notice it ({there}): one of them was too slow, or at another place."
+        return f"All ranks have noticed this ({there}): one rank was too slow, or ran different code."
     return (
-        f"The same is noticed by the ranks {there}. Nothing is heard yet of {describe_ranks(silent, hosts)}: they wait"
-        " for others, or are gone; see their logs, and whether their hosts live."
+        f"The ranks {there} have noticed this. There is no report yet from {describe_ranks(silent, hosts)}: they may"
+        " be waiting or gone; look at their logs, and check that their hosts are up."
     )
 
 
 def _ask_others(world_size: int, answered: list[int]) -> None:
-    """Report that this rank has lost contact, and collect in ``answered`` all ranks that report the same."""
+    """Report through the store that this rank's collective failed, and add all ranks that report so to ``answered``."""
     store: Any = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:
@@ -179,24 +179,24 @@ def _say_who_came(store: Store, world_size: int) -> str:
     try:
         hosts = {rank: host for rank, host, _ in _read_arrivals(store)}
     except RuntimeError:
-        return "Rank 0 gave up before."
+        return "Rank 0 has already given up."
     missing = [rank for rank in range(world_size) if rank not in hosts]
     known = [hosts.get(rank, "") for rank in range(world_size)]
-    return f"These came: {describe_ranks(sorted(hosts), known)}. These did not: {describe_ranks(missing)}."
+    return f"Ranks that arrived: {describe_ranks(sorted(hosts), known)}. Ranks that did not: {describe_ranks(missing)}."
 
 
 def _read_arrivals(store: Any) -> list[tuple[int, str, dict[str, str]]]:
-    """Return rank, host and ``run`` of each rank that has come, in order of arrival."""
+    """Return the rank, host and ``run`` of each rank that has reached the store, in order of arrival."""
     return [json.loads(line) for line in store.get(_CAME).splitlines()]
 
 
 def _find_fault(arrivals: Sequence[tuple[int, str, dict[str, str]]], world_size: int) -> str:
-    """Return what is wrong with the ranks, once all have come; "" if nothing is."""
+    """Return the error message for ranks that cannot form a run together, or "" if they can."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     if [rank for rank, _, _ in arrivals] != list(range(world_size)):
         came = ", ".join(f"{rank} ({host})" for rank, host, _ in arrivals[:_MOST_LISTED])
         return (
-            f"The processes of a run must be the ranks 0 to {world_size - 1}, and call themselves {came}"
+            f"The processes of a run must have the ranks 0 to {world_size - 1}, but have the ranks {came}"
             f"{', ...' if world_size > _MOST_LISTED else ''}. Give every node a number of its own (NODE_RANK, or"
             " torchrun's --node-rank)."
         )

@@ -1,4 +1,4 @@
-"""The batches of a stage: all ranks read them in step, and the ranks of a replica read the same ones."""
+"""Preparation of data loaders for several ranks, and a check that the ranks of a replica read the same batches."""
 
 import os
 from functools import partial
@@ -17,30 +17,30 @@ from lightning_fsdp2.strategies.parts.world import World
 
 
 class Batches:
-    """The data loaders of a stage, prepared for the ranks of ``world``, and a check of each loader's first batch."""
+    """Helper that prepares the data loaders of a stage for the ranks of ``world``, and checks their first batches."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._checked: set[tuple[str, int]] = set()
 
     def begin_stage(self) -> None:
-        """Start a stage of the Trainer, whose first batches have not been checked."""
+        """Start a stage of the Trainer, and check the first batch of each loader again."""
         self._checked.clear()
 
     def prepare(self, loader: Any, *, resumed_epoch: int, may_drop: bool) -> Any:
-        """Prepare a data loader of the user.
+        """Prepare the user's data loader: its seeds, its sampler's epoch, and its length on all ranks.
 
         Args:
             loader: Data loader, of any kind that Lightning accepts.
-            resumed_epoch: Epoch in which the run resumes; 0 leaves the sampler as it is.
+            resumed_epoch: Epoch in which the run resumes. 0 leaves the sampler as it is.
             may_drop: Whether batches that only some ranks have may be dropped; see :func:`keep_in_step`.
         """
         if isinstance(loader, DataLoader) and loader.generator is None:
-            # every iterator draws a seed. If seeds came from the global generator, a resumed run would not draw as many
-            # as an uninterrupted one, and its dropout would differ
+            # Each iterator draws a seed. A resumed run makes fewer iterators than an uninterrupted run.
+            # If they drew from the global generator, dropout would therefore differ after resuming.
             loader.generator = torch.Generator().manual_seed(torch.initial_seed())
         if getattr(loader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
-            # Lightning would seed by global rank, and the ranks of one replica would augment differently
+            # Lightning would seed workers by global rank, so the ranks of one replica would augment data differently
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self._world.data_parallel_rank)
         if resumed_epoch:
             set_sampler_epoch(loader, resumed_epoch)
@@ -56,21 +56,22 @@ class Batches:
         if world.replica_group.size() == 1 or (stage, dataloader_idx) in self._checked:
             return
         self._checked.add((stage, dataloader_idx))
-        # over all ranks and not in each replica separately, so that every rank raises
+        # compare over all ranks, not only in this rank's replica, so that every rank raises the error
         fingerprints = [(0, "")] * world.mesh.size()
         own = (world.data_parallel_rank, get_batch_fingerprint(batch))
         dist.all_gather_object(fingerprints, own, group=world.control_group)
         if len(set(fingerprints)) > world.data_parallel_size:
             raise ValueError(
                 f"The ranks of one model replica read different first batches from {stage}_dataloader {dataloader_idx},"
-                " but they compute parts of one result. Shard the data by `trainer.strategy.data_parallel_rank` and"
-                " `data_parallel_size`, not by the global rank, and seed shuffling alike."
+                " but must read the same batches. Shard the data by `trainer.strategy.data_parallel_rank` and"
+                " `data_parallel_size`, not by the global rank, and use the same seed for shuffling on all ranks."
             )
 
     def end_without_samples(self, exception: BaseException) -> None:
-        """Let all ranks fail if this rank has no samples to predict on, and ``exception`` says so.
+        """Make all ranks fail if ``exception`` says that this rank has no samples to predict on.
 
-        Lightning's sampler fails only on ranks without samples, and the others wait in :func:`keep_in_step`.
+        Lightning's sampler fails only on ranks without samples. The other ranks would wait forever in
+        :func:`keep_in_step`.
         """
         if isinstance(exception, AssertionError) and is_raised_in(
             UnrepeatedDistributedSampler.__init__.__code__, exception

@@ -1,4 +1,4 @@
-"""The callbacks that a strategy adds to every fit, and what it tells the Trainer's own."""
+"""Changes of the Trainer's callbacks: a strategy corrects some, and adds its own to every fit."""
 
 from datetime import timedelta
 from typing import Any, cast
@@ -19,8 +19,8 @@ class OwnCallbacks:
     """Callbacks that a strategy adds to a fit, unless the Trainer already has one of the same kind.
 
     Args:
-        strategy: Name of the strategy, for errors.
-        steady_timeout: Timeout of the :class:`ProcessGroupTimeout` to add; None adds none.
+        strategy: Name of the strategy, for error messages.
+        steady_timeout: Timeout for an added :class:`ProcessGroupTimeout`. None adds no such callback.
     """
 
     def __init__(self, strategy: str, steady_timeout: timedelta | None) -> None:
@@ -29,12 +29,12 @@ class OwnCallbacks:
         self._added: list[Callback] = []
 
     def attach(self, trainer: Trainer) -> None:
-        """Add the callbacks after the Trainer's own.
+        """Add the strategy's callbacks after the Trainer's own, if the stage is a fit.
 
-        An evaluation gets none: it has nothing to save, so SIGTERM just ends it.
+        An evaluation has nothing to save, so no callback is added, and SIGTERM ends the process.
 
         Raises:
-            ValueError: When the Trainer already has a :class:`ProcessGroupTimeout` and ``steady_timeout`` is set, too.
+            ValueError: When ``steady_timeout`` is set but the Trainer already has a :class:`ProcessGroupTimeout`.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             end_by_sigterm(trainer)
@@ -45,8 +45,8 @@ class OwnCallbacks:
         )
         if has_timeout and self._steady_timeout is not None:
             raise ValueError(
-                f"{self._strategy}(steady_timeout={str(self._steady_timeout)!r}) is a ProcessGroupTimeout, and the"
-                " Trainer has one already; remove one of them."
+                f"{self._strategy}(steady_timeout={str(self._steady_timeout)!r}) adds a ProcessGroupTimeout, but the"
+                " Trainer already has one; remove one of them."
             )
         if not has_preemption:
             self._added.append(Preemption())
@@ -65,7 +65,7 @@ class OwnCallbacks:
 def set_available_flops(trainer: Trainer, dtype: torch.dtype) -> None:
     """Tell Lightning's throughput monitors the peak FLOP/s of the device for ``dtype``.
 
-    Lightning treats every precision plugin other than its own as float32, and would overstate the utilisation.
+    Lightning would assume float32 for a precision plugin that is not its own, and overstate the utilisation.
     """
     for callback in cast(Any, trainer).callbacks:
         if isinstance(callback, ThroughputMonitor):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what they hold, who saves them, and when they are complete."""
+"""Saving and loading of a run's checkpoints, for the mesh strategies."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -39,18 +39,18 @@ _SAVE_TIMEOUT_AFTER_ERROR = timedelta(minutes=1)
 
 
 class Checkpoints:
-    """Saving and loading of Lightning checkpoints, as :class:`CheckpointConfig` says.
+    """Saver and loader of a run's Lightning checkpoints.
 
-    Hooks work as under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the whole dict and may
-    change it. The tensors in its ``state_dict`` and ``optimizer_states`` are sharded.
+    Hooks work as under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the checkpoint dict
+    and may change it. The tensors in its ``state_dict`` and ``optimizer_states`` are sharded.
 
     Args:
-        config: How checkpoints are written and read.
+        config: Options for writing and reading checkpoints.
         world: The ranks of the run.
-        resumption: The states that differ between the ranks.
+        resumption: Per-rank states to save and restore.
 
     Attributes:
-        saved_steps: Step of each saved checkpoint, by path.
+        saved_steps: Global step of each saved checkpoint, by path.
     """
 
     def __init__(self, config: CheckpointConfig, world: World, resumption: Resumption) -> None:
@@ -64,34 +64,34 @@ class Checkpoints:
 
     @property
     def io(self) -> MeshCheckpointIO:
-        """The plugin that writes and reads the files."""
+        """The Lightning plugin that writes and reads the checkpoint files."""
         if self._io is None:
             self._io = MeshCheckpointIO()
         return self._io
 
     def set_io(self, io: CheckpointIO | None, strategy: str) -> None:
-        """Use the plugin ``io``; None for the default.
+        """Set the plugin that writes and reads checkpoints. None sets the default.
 
         Raises:
-            ValueError: When it cannot write sharded checkpoints on all ranks. The message names ``strategy``.
+            ValueError: When ``io`` is not a :class:`MeshCheckpointIO`. The message names ``strategy``.
         """
         if io is not None and not isinstance(io, MeshCheckpointIO):
             raise ValueError(
                 f"Trainer(plugins=[{type(io).__name__}()]): {strategy} writes sharded checkpoints on all ranks and"
-                f" would not use it; remove the plugin, and set {strategy}(checkpoint=CheckpointConfig(...)), or derive"
-                " it from MeshCheckpointIO."
+                f" would not use this plugin; remove it and set {strategy}(checkpoint=CheckpointConfig(...)), or derive"
+                " the plugin from MeshCheckpointIO."
             )
         self._io = io
 
     # ------------------------------------------------------------------ stages
 
     def connect(self, device: torch.device) -> None:
-        """Connect the plugin with the ranks, once they have met."""
+        """Give the plugin this rank's device and the process groups. The groups must exist."""
         thread_group = get_group("checkpoint thread", self._world.timeout) if self.config.async_save else None
         self.io.connect(self.config, device, cast(Any, self._world.control_group), thread_group)
 
     def begin_stage(self, trainer: "Trainer") -> None:
-        """Clean up after earlier runs, and take over how ``ModelCheckpoint`` callbacks save and link."""
+        """Remove leftovers of earlier runs, and replace methods of the Trainer's ``ModelCheckpoint`` callbacks."""
         self.io.wait()
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -105,7 +105,7 @@ class Checkpoints:
                 self._warn_of_second_save(callback)
 
     def end_stage(self, trainer: "Trainer") -> None:
-        """Give the callbacks their methods back, and wait for the last save."""
+        """Wait for the last save, and restore the methods of the ``ModelCheckpoint`` callbacks."""
         for callback in trainer.checkpoint_callbacks:
             get_ledger(trainer).put_back(callback)
         if trainer.interrupted:
@@ -116,8 +116,8 @@ class Checkpoints:
     def _warn_of_second_save(self, callback: ModelCheckpoint) -> None:
         if self.config.async_save and callback.save_last is True and callback.save_top_k != 0:
             rank_zero_warn(
-                "ModelCheckpoint(save_last=True) writes every checkpoint twice, and training waits for the first before"
-                " the second, in spite of CheckpointConfig(async_save=True). Use save_last='link'."
+                "ModelCheckpoint(save_last=True) writes every checkpoint twice, and training waits for the first write"
+                " in spite of CheckpointConfig(async_save=True). Use save_last='link'."
             )
 
     def _exists(self, filepath: str | Path, trainer: "Trainer", *, is_first: bool) -> bool:
@@ -131,7 +131,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ save
 
     def get_module_state(self, module: "LightningModule") -> dict[str, Any]:
-        """Return the module's state for a checkpoint; every rank must call it.
+        """Return the module's state for a checkpoint. Every rank must call this.
 
         With ``CheckpointConfig(format="full")``, rank 0 has whole tensors in host memory, and other ranks have none.
         """
@@ -141,23 +141,23 @@ class Checkpoints:
         return gather_state(state) if self.config.format == "full" else state
 
     def get_optimizer_state(self, module: "LightningModule", optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, with the names of parameters in place of their numbers."""
+        """Return an optimizer's state, in which parameters have names instead of numbers."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state(module, inner)
 
     def wait_for_all_ranks_to_save(self, trainer: "Trainer") -> None:
-        """Wait until all ranks save. If some never do, raise an error that explains this instead of hanging."""
+        """Wait until all ranks save a checkpoint. If some do not, raise an error instead of hanging."""
         self._wait_for_all_ranks(
             trainer,
             "save a checkpoint",
             "Saving is a collective: call `trainer.save_checkpoint(...)` on all ranks, not under `if"
-            " trainer.is_global_zero`. Behind an error on one rank there is nothing to save together.",
+            " trainer.is_global_zero`. After an error on one rank, the ranks cannot save a checkpoint.",
         )
 
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None, module: "LightningModule"
     ) -> None:
-        """Write the checkpoint ``path`` on all ranks. An existing one is replaced once the new one is complete.
+        """Write the checkpoint ``path`` on all ranks, and then replace an existing checkpoint of that name.
 
         With ``async_save``, a checkpoint saved during a fit is complete by the time the next save begins or the fit
         ends. Any other checkpoint is complete when this returns.
@@ -166,8 +166,8 @@ class Checkpoints:
         self._wait_for_all_ranks(
             trainer,
             "write a checkpoint",
-            "What the Trainer asks while it saves may have failed there (`on_save_checkpoint`, `state_dict`): see the"
-            " error in the log of that rank.",
+            "A method that the Trainer calls to save a checkpoint (`on_save_checkpoint`, `state_dict`) may have failed"
+            " on that rank: see the error in its log.",
         )
         if "loops" in checkpoint and trainer.state.fn == TrainerFn.FITTING and is_accumulating(trainer):
             _warn_of_gradients(trainer)
@@ -175,14 +175,14 @@ class Checkpoints:
         if not self.config.frozen_parameters:
             checkpoint[LEFT_OUT_KEY] = describe_left_out(module, checkpoint["state_dict"], self._world.control_group)
         self.saved_steps[str(path)] = checkpoint.get("global_step")
-        # outside of a fit no later step would report a failure, so wait
+        # outside of a fit, no later step would report a failed save, so wait for it
         wait = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
         summary = self._get_summary(module)
         self.io.save_checkpoint(checkpoint, self._world.broadcast(path), storage_options, summary=summary, wait=wait)
 
     def _wait_for_all_ranks(self, trainer: "Trainer", purpose: str, remedy: str) -> None:
-        self._world.set_group_timeout(None)  # the full timeout: all ranks wait for the slowest one to write
-        # time out earlier than the collectives in which other ranks may be waiting
+        self._world.set_group_timeout(None)  # use the full timeout, since the slowest rank may write for long
+        # time out earlier than the collectives that other ranks may be waiting in
         timeout = self._world.timeout / 2
         if trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
@@ -204,7 +204,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ load
 
     def load(self, path: str | Path, module: "LightningModule", *, weights_only: bool | None) -> dict[str, Any]:
-        """Read the checkpoint ``path`` on all ranks; from a directory, each rank reads only its shards.
+        """Read the checkpoint ``path`` on all ranks. From a directory, each rank reads only its own shards.
 
         Raises:
             FileNotFoundError: When there is no such checkpoint.
@@ -216,7 +216,7 @@ class Checkpoints:
             path,
             module,
             with_optimizers=is_fit,
-            # a hook that renames keys must see them before they reach the model
+            # a hook may rename keys, so it must run before weights are read into the model
             in_place=not is_overridden("on_load_checkpoint", module),
             weights_only=weights_only,
         )
@@ -227,21 +227,21 @@ class Checkpoints:
         return checkpoint
 
     def load_module_state(self, checkpoint: Mapping[str, Any], module: "LightningModule", *, strict: bool) -> None:
-        """Load the module's state from the checkpoint that was read last."""
+        """Load the state in ``checkpoint``, which :meth:`load` has returned, into the module."""
         state = checkpoint["state_dict"]
         load_model_state(self._loaded_path, module, state, strict=strict, left_out=self._left_out)
 
     def load_optimizer_states(
         self, checkpoint: Mapping[str, Any], module: "LightningModule", optimizers: list[Optimizer]
     ) -> None:
-        """Load the optimizers' states from the checkpoint that was read last."""
+        """Load the states in ``checkpoint``, which :meth:`load` has returned, into the optimizers."""
         load_optimizer_states(self._loaded_path, module, optimizers, checkpoint["optimizer_states"])
 
 
 def _warn_of_gradients(trainer: "Trainer") -> None:
     rank_zero_warn(
-        "A checkpoint is saved amid accumulation"
-        f" (accumulate_grad_batches={cast(Any, trainer).accumulate_grad_batches}): a run that resumes from it makes"
-        " this step without the micro-batches before. Save behind an optimizer step: let val_check_interval, and what"
-        " else saves, be a multiple of the accumulation."
+        "A checkpoint is saved during gradient accumulation"
+        f" (accumulate_grad_batches={cast(Any, trainer).accumulate_grad_batches}): a run that resumes from this"
+        " checkpoint makes the current step without the earlier micro-batches. Save after an optimizer step: make"
+        " val_check_interval, and other intervals that save, a multiple of accumulate_grad_batches."
     )

@@ -1,4 +1,4 @@
-"""Data loaders that stay in step on all ranks: a sharded forward is a collective, so no rank can stop alone."""
+"""Data loaders that yield the same number of batches on all ranks, because a sharded forward needs all ranks."""
 
 import hashlib
 import itertools
@@ -14,19 +14,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool) -> Any:
-    """Make the loaders of all data parallel ranks end together, without a hang.
+    """Return a data loader that ends together with the loaders of all other data parallel ranks.
 
-    Loaders with the same known length are returned as they are. Loaders with different known lengths end with the
-    shortest. Loaders of unknown length check with each other before every batch, on the host, and end together.
+    Loaders with the same known length are returned unchanged. If the known lengths differ, every loader ends after the
+    shortest length. With an unknown length, the ranks ask each other before every batch whether all have one.
 
     Args:
         loader: This rank's data loader.
         group: CPU group of all ranks; None for a single process.
-        may_drop: Whether batches that only some ranks have may be dropped, with a warning. If not, such batches
-            are an error if a length is unknown, and loaders with known lengths are returned as they are.
+        may_drop: Whether batches that only some ranks have may be dropped, with a warning. If False, such batches are
+            an error when a length is unknown, and loaders with known lengths are returned unchanged.
 
     Raises:
-        ValueError: When a rank has no batch at all.
+        ValueError: When a rank has no batches.
     """
     if group is None:
         return loader
@@ -39,8 +39,8 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
         return wrapper(loader, group, may_drop, _get_shortest_guess(loader, group))
     if max(lengths) > 0 and min(lengths) == 0:
         raise ValueError(
-            f"The data loader has {lengths} batches on ranks 0 to {len(lengths) - 1}: a rank without any cannot take"
-            " part. Use a dataset with at least one batch per data parallel rank, or fewer ranks."
+            f"The data loader has {lengths} batches on ranks 0 to {len(lengths) - 1}, but every rank needs at least one"
+            " batch. Use a dataset with at least one batch per data parallel rank, or fewer ranks."
         )
     if len(set(lengths)) == 1 or not may_drop:
         return loader
@@ -50,20 +50,20 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
 
 
 def get_batch_fingerprint(batch: Any) -> str:
-    """Return a hash of everything in a batch, including the values of tensors."""
+    """Return a hash of a batch's content, including the values of its tensors."""
     digest = hashlib.sha256()
     _update_digest(digest, batch)
     return digest.hexdigest()
 
 
 class _LoaderWrapper:
-    """Wrapper that looks like the wrapped loader to Lightning and to the user."""
+    """Wrapper around a data loader that has all attributes of the loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # pickle and copy ask for it before `__init__`
+        if name == "_loader":  # pickle and copy read it before `__init__` has set it
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -81,12 +81,12 @@ class _ShortenedLoader(_LoaderWrapper):
 
 
 class _StatefulShortenedLoader(_ShortenedLoader):
-    """Shortened loader with a state.
+    """Shortened loader whose position can be saved and restored.
 
-    After the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
+    After the last batch, its state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
-    has_global_position = False  # whatever the loader says: this wrapper counts the rank's own batches
+    has_global_position = False  # this wrapper counts only the rank's own batches
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader, length)
@@ -115,11 +115,11 @@ class _LockstepLoader(_LoaderWrapper):
         self._group = group
         self._may_drop = may_drop
         self._guessed_length = guessed_length
-        self._is_cut = False  # whether the last epoch ended although this rank had more batches
+        self._is_cut = False  # whether this rank had more batches when the last epoch ended
 
     def __len__(self) -> int:
         if self._guessed_length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length")  # like `len` of the loader itself
+            raise TypeError(f"{type(self._loader).__name__} has no length")  # as `len(loader)` does
         return self._guessed_length
 
     def __iter__(self) -> Iterator[Any]:
@@ -146,17 +146,17 @@ class _LockstepLoader(_LoaderWrapper):
             return
         ranks = self._group.size()
         message = f"{ranks - ranks_with_batch} of {ranks} ranks ran out of batches before the others"
-        remedy = "Give all data parallel ranks the same number of batches, or the loader a length."
+        remedy = "Give all data parallel ranks the same number of batches, or give the loader a length."
         if not self._may_drop:
             raise ValueError(f"{message}, whose predictions would be lost. {remedy}")
         rank_zero_warn(f"{message}; all ranks stop here. {remedy}")
 
 
 class _StatefulLockstepLoader(_LockstepLoader):
-    """Lockstep loader whose state is the one after the last batch that was trained on.
+    """Lockstep loader whose saved position is after the last batch that was trained on.
 
-    Lightning reads one batch ahead from a loader of unknown length, so the wrapped loader is one batch ahead. After
-    the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
+    The wrapped loader is one batch ahead of this position, because Lightning prefetches one if the length is unknown.
+    After the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool, guessed_length: int | None) -> None:
@@ -186,14 +186,14 @@ class _StatefulLockstepLoader(_LockstepLoader):
 
 
 def _get_optional_length(loader: Any) -> int | None:
-    """Return the length of ``loader``; None if it is unknown, or only a guess (with an iterable dataset)."""
+    """Return the length of ``loader``, or None if it is unknown. The length of an iterable dataset is only a guess."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
     return _get_optional_guess(loader)
 
 
 def _get_shortest_guess(loader: Any, group: dist.ProcessGroup) -> int | None:
-    """Return the length for progress bars and ``val_check_interval``: the shortest; None if a rank's is unknown."""
+    """Return the shortest length on any rank, for progress bars and ``val_check_interval``. None if one is unknown."""
     guesses: list[int | None] = [None] * group.size()
     dist.all_gather_object(guesses, _get_optional_guess(loader), group=group)
     known = [guess for guess in guesses if guess is not None]
@@ -223,7 +223,7 @@ def _update_digest(digest: Any, value: Any) -> None:
         data = value.detach().cpu().contiguous()
         digest.update(f"tensor {data.dtype} {tuple(data.shape)}".encode())
         digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    elif isinstance(value, Mapping):  # a tokenizer's BatchEncoding is not a dict
+    elif isinstance(value, Mapping):  # not only dict, for the BatchEncoding of tokenizers
         digest.update(f"mapping of {len(value)}".encode())
         for key in value:
             digest.update(pickle.dumps(key))

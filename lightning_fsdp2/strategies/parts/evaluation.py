@@ -1,4 +1,4 @@
-"""The steps of a validation, a test or a prediction."""
+"""Validation, test and prediction steps on several ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,11 +14,11 @@ from lightning_fsdp2.strategies.parts.world import World
 
 
 class Evaluation:
-    """The steps of a validation, a test or a prediction, whose forwards are collectives.
+    """Runner of validation, test and prediction steps, in which all ranks must run the same number of forwards.
 
     Args:
         world: The ranks of the run.
-        release: Function that puts the sharded parameters back after a step.
+        release: Function that reshards the parameters after a step.
     """
 
     def __init__(self, world: World, release: Callable[[], None]) -> None:
@@ -28,22 +28,28 @@ class Evaluation:
         self._missing: dict[float, int] = {}
 
     def leave_inference_mode(self, trainer: Any) -> None:
-        """Let the Trainer evaluate under ``no_grad`` in place of inference mode; its ledger undoes that."""
+        """Make the Trainer evaluate under ``no_grad`` instead of inference mode, until its ledger undoes the change."""
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            get_ledger(trainer).replace(loop, "inference_mode", False, reason="what it gathers could not be trained")
+            get_ledger(trainer).replace(
+                loop, "inference_mode", False, reason="parameters gathered in it could not be trained"
+            )
 
     def begin_predictions(self, batches: list[int | float]) -> None:
-        """Learn how many steps the other ranks make. ``batches``: this rank's number of batches by data loader."""
+        """Find out how many more steps than this rank the other ranks make.
+
+        Args:
+            batches: This rank's number of batches from each data loader.
+        """
         own = torch.tensor(batches, dtype=torch.float64)
         missing = (self._world.find_maximum(batches) - own).nan_to_num(posinf=0.0)
-        # keys: this rank's number of steps at the end of each data loader; values: how many more the others make
+        # maps this rank's number of steps at the end of each data loader to the steps that only other ranks make
         self._missing = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
         self._predictions = 0
 
     def run(self, region: StepRegion, module: nn.Module, step: Callable[[], Any]) -> Any:
-        """Run a step, and then release the gathered weights, which no backward needs.
+        """Run an evaluation step, and then free the gathered weights, since there is no backward.
 
-        Otherwise, hooks that write to the weights after the step would change only a gathered copy.
+        Hooks may write to the weights after the step. If the weights were still gathered, only a copy would change.
         """
         with _outside_inference_mode(), region():
             output = step()
@@ -52,17 +58,17 @@ class Evaluation:
         return output
 
     def run_prediction(self, region: StepRegion, module: nn.Module, step: Callable[[], Any]) -> Any:
-        """Run a step of a prediction. After the last one, run along with the ranks that have more batches."""
+        """Run a prediction step. After this rank's last batch, repeat the step while other ranks have more batches."""
         predictions = self.run(region, module, step)
         self._predictions += 1
         for _ in range(self._missing.get(self._predictions, 0)):
-            self.run(region, module, step)  # only for its collectives
+            self.run(region, module, step)  # its result is dropped, but other ranks wait for its collectives
         return predictions
 
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Run the block under ``no_grad`` instead of inference mode, whose tensors cannot be trained later."""
+    """Run the block under ``no_grad`` instead of inference mode, because inference tensors could not be trained."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -1,4 +1,4 @@
-"""Lightning's ``ModelCheckpoint`` on a mesh: it saves on all ranks together, after optimizer steps, and at the end."""
+"""Changes that make Lightning's ``ModelCheckpoint`` callback work on a device mesh."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,37 +21,41 @@ def take_over(
     exists: Callable[..., bool],
     save_at_end: bool,
 ) -> None:
-    """Make ``callback`` save on all ranks together, only after optimizer steps, and also at the end of a fit.
+    """Replace methods of ``callback``, so that it saves on all ranks, after optimizer steps, and at the end of a fit.
 
-    The Trainer's ledger puts the methods back.
+    The Trainer's ledger restores the methods.
 
     Args:
         callback: Callback whose methods are replaced.
         trainer: Trainer of the callback.
-        link: Method for ``_link_checkpoint``.
-        exists: Method for ``file_exists``.
-        save_at_end: Whether to save the last steps of a fit.
+        link: New method ``_link_checkpoint``.
+        exists: New method ``file_exists``.
+        save_at_end: Whether to save a checkpoint at the end of a fit if the last steps are not saved yet.
     """
     replace = partial(get_ledger(trainer).replace, callback)
     replace("_link_checkpoint", link, reason="the old link is removed before the new one has a target")
-    replace("file_exists", exists, reason="what is being written is not seen, and its name chosen again")
+    replace(
+        "file_exists",
+        exists,
+        reason="it does not see a file that is still being written, and its name would be used again",
+    )
     if type(callback).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
         save = partial(_save_after_steps, callback)
-        replace("on_train_batch_end", save, reason="it saves in micro-batches that no optimizer step follows")
+        replace("on_train_batch_end", save, reason="it saves after micro-batches without an optimizer step")
     fast_dev_run = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
     if save_at_end and not fast_dev_run:
         save = partial(_save_last_step, callback, callback.on_train_epoch_end)
         replace("on_train_epoch_end", save, reason="the last steps of a fit may be in no checkpoint")
     if fast_dev_run and type(callback).on_train_end is ModelCheckpoint.on_train_end:
-        reason = "it saves under fast_dev_run, maybe in place of the last checkpoint of a long run"
+        reason = "it saves under fast_dev_run, and may replace the last checkpoint of a long run"
         replace("on_train_end", lambda *args: None, reason=reason)
 
 
 def _save_after_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any) -> None:
-    """Call Lightning's hook, except after micro-batches that no optimizer step followed.
+    """Call Lightning's hook for the end of a batch, but only if the batch ended with an optimizer step.
 
-    Lightning's hook only checks the number of steps. That number may still call for a save in the micro-batches after
-    the step: in a resumed run, or after the end of an epoch, where the hook postpones a save until the next validation.
+    Lightning's hook only looks at the number of steps, so it may save again in the micro-batches after a step.
+    This happens in resumed runs, and after an epoch whose save was postponed until the next validation.
     """
     if not is_accumulating(trainer):
         ModelCheckpoint.on_train_batch_end(callback, trainer, *args)
@@ -60,10 +64,10 @@ def _save_after_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any)
 def _save_last_step(
     callback: ModelCheckpoint, own: Callable[..., None], trainer: "Trainer", module: "LightningModule"
 ) -> None:
-    """Call Lightning's hook. If the fit ends now, also save if the last steps are not in any checkpoint yet.
+    """Call Lightning's hook for the end of an epoch. If the fit ends now, save the last steps, unless they are saved.
 
-    Saving in `on_train_end` would be too late: the schedulers would already be updated for the epoch, and a run that
-    resumes from the checkpoint would update them again.
+    Saving in ``on_train_end`` would be too late: the epoch's scheduler updates would be part of the checkpoint, and a
+    resumed run would repeat them.
     """
     own(trainer, module)
     _, step = get_last_saved(callback)

@@ -15,10 +15,10 @@ from lightning_fsdp2.strategies.precision import check_clipping
 
 CALLBACKS_OF_WHOLE_WEIGHTS: dict[type[Callback], str] = dict.fromkeys(
     (WeightAveraging, StochasticWeightAveraging, ModelPruning),
-    "needs whole weights and fails on sharded ones; remove it, and average with"
+    "needs whole weights and fails on sharded weights; remove the callback, and average with"
     " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
 )
-"""Lightning callbacks that do not work with sharded weights, each with what to do instead."""
+"""Lightning callbacks that do not work with sharded weights. Each comes with the reason and the remedy."""
 
 OPTIMIZERS_WITHOUT_SHARDED_STEP: tuple[type[Optimizer], ...] = (
     torch.optim.LBFGS,
@@ -26,7 +26,7 @@ OPTIMIZERS_WITHOUT_SHARDED_STEP: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     ZeroRedundancyOptimizer,
 )
-"""Optimizers of torch whose first step fails on sharded parameters, up to torch 2.15."""
+"""Classes of torch optimizers that cannot step on sharded parameters, up to torch 2.15."""
 
 
 def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *, traces_module: bool) -> None:
@@ -47,7 +47,7 @@ def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *,
 
 
 def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) -> None:
-    """Refuse callbacks of these classes.
+    """Refuse a Trainer that has a callback of one of the classes in ``refused``.
 
     Args:
         trainer: Trainer whose callbacks are checked.
@@ -63,7 +63,7 @@ def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) ->
 
 
 def refuse_graphs(trainer: Trainer) -> None:
-    """Refuse loggers that trace the module: once it is sharded, its forward is a collective and cannot be traced.
+    """Refuse loggers with ``log_graph=True``, because they trace the forward on one rank and it is a collective.
 
     Raises:
         ValueError: When the Trainer has such a logger. The message names the first one.
@@ -71,9 +71,9 @@ def refuse_graphs(trainer: Trainer) -> None:
     for logger in cast(Any, trainer).loggers:
         if logs_graph(logger):
             raise ValueError(
-                f"{type(logger).__name__}(log_graph=True) traces the module on one rank, and a sharded one has no"
-                " forward there; leave it out, or log the graph of a module that no Trainer has had"
-                " (`logger.log_graph(module)`)."
+                f"{type(logger).__name__}(log_graph=True) traces the module on one rank, but a sharded module can only"
+                " run on all ranks; leave log_graph out, or call `logger.log_graph(module)` with a new module before"
+                " a Trainer shards it."
             )
 
 
@@ -84,26 +84,26 @@ def check_optimizers(
 
     Args:
         module: The sharded module.
-        optimizers: The optimizers from its ``configure_optimizers``.
-        refused: Classes whose first step would fail.
-        strategy: Name of the strategy, for errors.
+        optimizers: The optimizers from the module's ``configure_optimizers``.
+        refused: Classes of optimizers to refuse.
+        strategy: Name of the strategy, for error messages.
 
     Raises:
-        ValueError: When an optimizer is of such a class, or has parameters from before the module was sharded.
+        ValueError: When an optimizer has one of the refused classes, or parameters from before the module was sharded.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, refused):
             raise ValueError(
-                f"{type(optimizer).__name__} has no step for the shards of {strategy}; use another optimizer, such as"
-                " AdamW, or a strategy that does not shard."
+                f"{type(optimizer).__name__} cannot step on the sharded parameters of {strategy}; use another"
+                " optimizer, such as AdamW, or a strategy that does not shard."
             )
         check_optimizer_parameters(module, optimizer)
 
 
 def check_manual_optimization(module: Any) -> None:
-    """Refuse trainable parameters of the LightningModule itself under manual optimisation.
+    """Refuse parameters that belong directly to the LightningModule and are trained under manual optimisation.
 
-    These parameters are gathered once per training step, in which optimizers may step several times.
+    These parameters are gathered only once per training step, but an optimizer may step several times in it.
 
     Raises:
         ValueError: When there are such parameters. The message names them.
@@ -111,6 +111,6 @@ def check_manual_optimization(module: Any) -> None:
     own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
     if own and not module.automatic_optimization:
         raise ValueError(
-            f"The parameters {', '.join(own)} hang on the LightningModule itself, which cannot be trained under manual"
-            " optimisation (`automatic_optimization = False`); put them into a child module with a forward of its own."
+            f"The parameters {', '.join(own)} belong directly to the LightningModule and cannot be trained under manual"
+            " optimisation (`automatic_optimization = False`); move them to a child module with its own forward."
         )

@@ -1,4 +1,4 @@
-"""The states that differ between the ranks of a run. A checkpoint holds all of them, and the next run restores them."""
+"""Saving and restoring of states that differ between the ranks of a run, such as random states and data positions."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _KEY = "lightning_fsdp2"
-"""Key of the states in Lightning's checkpoint dict."""
+"""Key of the per-rank states in Lightning's checkpoint dict."""
 
 
 class Resumption:
-    """Random states, positions of data loaders and counts of tokens, from a checkpoint of one run to the next run.
+    """Saver and restorer of random states, data loader positions and token counts.
 
     Args:
         world: The ranks of the run.
         tracking: Counter of the tokens.
 
     Attributes:
-        epoch: Epoch in which the run resumes; 0 if it does not, or once training has started.
+        epoch: Epoch in which the run resumes. 0 if it does not resume, or if training has already started.
     """
 
     def __init__(self, world: World, tracking: Tracking) -> None:
@@ -50,15 +50,15 @@ class Resumption:
     # ------------------------------------------------------------------ into a checkpoint
 
     def forget_loader_states(self) -> None:
-        """Forget the positions at the end of an earlier fit."""
+        """Forget the data loader positions of an earlier fit."""
         self._last_loader_states = ()
 
     def keep_loader_states(self, trainer: "Trainer") -> None:
-        """Remember the data loaders' positions at the end of a fit, for a checkpoint after the loaders are reset."""
+        """Remember the data loader positions at the end of a fit, because a checkpoint may be saved later."""
         self._last_loader_states = get_loader_states(trainer)
 
     def add_to(self, checkpoint: dict[str, Any], trainer: "Trainer", device: torch.device) -> dict[str, Any]:
-        """Return ``checkpoint`` with the states of all ranks; every rank must call this.
+        """Return ``checkpoint`` with the states of all ranks added. Every rank must call this.
 
         The progress of the fit loop is changed in place if the fit ended in the middle of an epoch.
         """
@@ -69,7 +69,7 @@ class Resumption:
         return {**checkpoint, _KEY: self.gather(checkpoint, trainer, device)}
 
     def gather(self, checkpoint: dict[str, Any], trainer: "Trainer", device: torch.device) -> dict[str, Any]:
-        """Gather the states of all ranks."""
+        """Gather the random states, data loader positions and token counts of all ranks."""
         world = self._world
         own = (world.data_parallel_rank, get_random_state(device), _get_loader_states(checkpoint))
         everyone = [own] * world.mesh.size()
@@ -85,13 +85,13 @@ class Resumption:
     # ------------------------------------------------------------------ out of a checkpoint
 
     def begin_stage(self) -> None:
-        """Start a stage of the Trainer, and forget a checkpoint that an earlier stage has loaded but not resumed."""
+        """Start a stage of the Trainer, and forget states from earlier checkpoints."""
         self.epoch = 0
         self._random_state = None
         self._repeats_epoch = False
 
     def take_from(self, checkpoint: dict[str, Any], trainer: "Trainer", *, is_fit: bool) -> None:
-        """Take this rank's states out of ``checkpoint``; only a fit uses them."""
+        """Remove the states of all ranks from ``checkpoint``. In a fit, keep this rank's states for :meth:`resume`."""
         states = checkpoint.pop(_KEY, None)
         if not is_fit:
             return
@@ -102,7 +102,7 @@ class Resumption:
 
     def _take(self, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
         world = self._world
-        if "tracking" in states:  # missing in checkpoints of earlier versions
+        if "tracking" in states:  # older checkpoints do not have it
             self._tracking.set_state(states["tracking"])
         random_states, loader_states, mesh = states["random_states"], states["loader_states"], states.get("mesh")
         changed, lost = [], []
@@ -124,21 +124,21 @@ class Resumption:
             rank_zero_warn(
                 f"The checkpoint holds {' and '.join(changed)}, which cannot be mapped to this run's"
                 f" {world.mesh.size()} ranks (mesh {world.axis_sizes}, {world.data_parallel_size} data parallel ranks);"
-                f" they are dropped: {' and '.join(lost)} start anew."
+                f" they are dropped: {' and '.join(lost)} start over."
             )
 
     def _fits_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
         """Return whether this run can use the random states that ``ranks`` ranks saved on a mesh of the shape ``mesh``.
 
-        The ranks of one replica must get the same state. With the states of another mesh, they would drop different
-        activations.
+        The ranks of one replica must have the same random state, so that dropout is the same. On a different mesh, the
+        saved states would not fulfil this.
         """
-        if mesh is None:  # a checkpoint of an earlier version
+        if mesh is None:  # older checkpoints do not have it
             return ranks == self._world.mesh.size() and self._world.replica_group.size() == 1
         return mesh == self._world.axis_sizes
 
     def resume(self, trainer: "Trainer", device: torch.device) -> None:
-        """Restore what a fit goes on with. Call this after the data loaders' iterators have drawn their seeds."""
+        """Restore the states that a fit resumes with. Call this after the data loaders' iterators have drawn seeds."""
         begin_epoch_after_complete_one(trainer)
         self.epoch = 0
         self._restore_loader_positions(trainer)
@@ -147,16 +147,16 @@ class Resumption:
             self._random_state = None
 
     def _restore_loader_positions(self, trainer: "Trainer") -> None:
-        """Set Lightning's batch count to the position of the restored data loaders, in batches of this run.
+        """Set Lightning's batch count to the position of the restored data loaders.
 
-        Lightning restores the count of the earlier run, which may have had another batch size or number of ranks.
+        Lightning restores the count of the earlier run, whose batch size or number of ranks may be different.
         """
         restore_loader_states(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in get_loaders(trainer)]
         if self._repeats_epoch:
             self._repeats_epoch = False
-            counts = [] if progress.is_last_batch else [0]  # an epoch with no batch left only has to end
+            counts = [] if progress.is_last_batch else [0]  # without a batch left, Lightning only ends the epoch
         for count in counts:
             if count is not None and count != progress.current.ready:
                 shift = count - progress.current.ready
@@ -164,9 +164,9 @@ class Resumption:
 
 
 def _has_global_positions(trainer: "Trainer") -> bool:
-    """Return whether all data loaders report that their positions are global.
+    """Return whether all data loaders report that their saved positions do not depend on the rank.
 
-    Equal states on all ranks would not prove it: counts of each rank's own batches would be equal, too.
+    Comparing the states of the ranks would not show this, since counts of each rank's own batches would be equal too.
     """
     loaders = [loader for loader in get_loaders(trainer) if hasattr(loader, "state_dict")]
     return all(getattr(loader, "has_global_position", False) for loader in loaders)

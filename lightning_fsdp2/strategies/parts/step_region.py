@@ -1,7 +1,7 @@
-"""Distinguish the forwards that all ranks run together from those that one rank may run alone.
+"""A guard against hangs, for forwards of sharded modules outside of Trainer steps.
 
-A forward of a sharded module is a collective. Inside a step of the Trainer every rank takes part. In a hook or a
-callback, users may call it under ``if trainer.is_global_zero``, and the job would hang.
+A forward of a sharded module is a collective. In a step of the Trainer, every rank runs it. In a hook or a callback,
+users may call the module under ``if trainer.is_global_zero``, and the job would hang.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user, resh
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
-"""Longest time that a rank waits for the others when it calls a sharded module outside of a step."""
+"""Longest time that a rank waits for the other ranks before a sharded module's forward outside of a step."""
 
 _HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"
 
@@ -30,15 +30,15 @@ _ALTERNATIVE = (
 
 
 class StepRegion:
-    """Guard that checks that all ranks take part in a forward outside of a Trainer step.
+    """Guard that makes a forward of a sharded module fail, instead of hang, if only some ranks call it.
 
-    Calling it returns the context manager to put around a step.
+    Steps of the Trainer are not checked. Calling the guard returns the context manager to run a step in.
 
     Args:
         timeout: How long to wait for the other ranks.
-        holds_units: Function that returns whether the forward of a module is a collective.
-        after_forward: Function to call with the root module after such a forward.
-        alternative: Alternative to a call on all ranks, as text for the error message; empty if there is none.
+        holds_units: Function that returns whether a module's forward is a collective.
+        after_forward: Function to call with the root module after a forward outside of a step.
+        alternative: Alternative to a call on all ranks, as text for the error message. Empty if there is none.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepRegion:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Run a block that every rank enters, such as a step or a backward."""
+        """Run a block that every rank enters, such as a training step, without checks of the forwards in it."""
         self._depth += 1
         try:
             yield
@@ -65,9 +65,9 @@ class StepRegion:
             self._depth -= 1
 
     def watch(self, root: nn.Module) -> None:
-        """Watch the forwards of the sharded modules in ``root``, except inside of blocks, which only models call.
+        """Add hooks to the sharded modules in ``root`` that check their forwards outside of steps.
 
-        The hooks outlive the Trainer, as the sharded module does. They replace those of an earlier Trainer.
+        The hooks stay on the module after the Trainer is gone. They replace the hooks of an earlier Trainer.
         """
         for handle in root.__dict__.pop(_HANDLES_ATTRIBUTE, ()):
             handle.remove()
@@ -83,7 +83,7 @@ class StepRegion:
     def _make_enter_hook(self, name: str) -> Callable[..., None]:
         def enter_hook(module: nn.Module, args: Any) -> None:
             is_outside = self._depth == 0 and not is_unsharded_by_user(module)
-            self._depth += 1  # before anything can raise, because the exit hook is always called
+            self._depth += 1  # count first, because the exit hook runs even after an error here
             if is_outside:
                 wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, self._remedy)
 
@@ -93,7 +93,7 @@ class StepRegion:
         def exit_hook(module: nn.Module, args: Any, output: Any) -> None:
             self._depth -= 1
             if self._depth == 0 and not is_unsharded_by_user(module):
-                # parameters that stay gathered would hide the sharded ones and their gradients from later hooks
+                # if the parameters stayed gathered, later hooks would not see the sharded parameters and gradients
                 self._after_forward(root)
 
         return exit_hook

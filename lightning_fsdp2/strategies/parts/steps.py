@@ -1,4 +1,4 @@
-"""The training steps: accumulation of micro-batches, the mean loss of all tokens, and optimizers' states."""
+"""State of the training steps: gradient accumulation, the mean loss per token, and checks of the optimizers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from lightning_fsdp2.strategies.parts.world import World
 
 
 class Steps:
-    """The training steps of a run.
+    """State and checks of the training steps of a run.
 
     Args:
         world: The ranks of the run.
 
     Attributes:
-        is_accumulating: Whether the current micro-batch is not followed by an optimizer step.
+        is_accumulating: Whether the current micro-batch ends without an optimizer step.
         token_mean: Mean loss and token count of the last optimizer step, if the module uses
             :func:`~lightning_fsdp2.token_mean_loss`.
     """
@@ -33,13 +33,13 @@ class Steps:
         self.token_mean: TokenMean | None = None
 
     def begin_stage(self, module: LightningModule) -> None:
-        """Start a stage of the Trainer: forget the optimizers of earlier stages, and losses of an aborted run."""
+        """Start a stage of the Trainer: forget the optimizers of earlier stages, and the losses of an aborted stage."""
         self._checked.clear()
         drop_token_windows(module)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Run the block as a micro-batch that is not followed by an optimizer step."""
+        """Run the block as a micro-batch that ends without an optimizer step."""
         self.is_accumulating = True
         try:
             yield
@@ -47,11 +47,11 @@ class Steps:
             self.is_accumulating = False
 
     def apply_token_mean(self, module: LightningModule, *, averages_gradients: bool) -> None:
-        """Scale the gradients of losses that are a mean over the tokens of all ranks and micro-batches.
+        """Scale the gradients to those of the mean loss over the tokens of all ranks and micro-batches.
 
         Args:
-            module: Module whose losses are such a mean.
-            averages_gradients: Whether gradients are the mean over the data parallel ranks; otherwise they are the sum.
+            module: Module that is trained.
+            averages_gradients: Whether gradients are averaged over the data parallel ranks instead of summed.
         """
         divisor = float(module.trainer.accumulate_grad_batches if module.automatic_optimization else 1)
         if not averages_gradients:
@@ -77,10 +77,11 @@ class Steps:
             wait_for_copies: Function that waits until a background save has copied the tensors that the step changes.
         """
         is_manual = not module.automatic_optimization
-        if is_manual and closure is do_nothing_closure:  # not every optimizer calls its closure
+        if is_manual and closure is do_nothing_closure:  # some optimizers never call their closure
             finish_gradients()
 
         def complete() -> Any:
+            # wait only after the closure, so that a background save copies tensors during forward and backward
             output = closure()
             if is_manual and closure is not do_nothing_closure:
                 finish_gradients()
@@ -90,7 +91,7 @@ class Steps:
         return complete
 
     def check_states(self, module: LightningModule, optimizer: Optimizer) -> None:
-        """Check the states of ``optimizer`` after its first step."""
+        """Check, after the first step of ``optimizer``, that its states can be saved in a checkpoint."""
         if optimizer not in self._checked:
             check_optimizer_states(module, optimizer)
             self._checked.add(optimizer)

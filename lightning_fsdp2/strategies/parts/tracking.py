@@ -1,4 +1,4 @@
-"""Data for the loggers besides metrics: the run's identity, the tokens it has read, and the run that it resumes."""
+"""Callback that logs token counts and the run's identity, and lets a resumed run continue its W&B run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,16 +23,16 @@ from lightning_fsdp2.ranks.whole_tensors import gather
 
 
 class Tracking(Callback):
-    """Callback that gives every logger one row per step, with the tokens read so far, and logs the run's identity once.
+    """Callback that writes one row of metrics and token counts per step to every logger, and the run's identity once.
 
-    Metrics from ``self.log`` and from callbacks arrive separately. They are held until the step is over.
+    Metrics from ``self.log`` and from callbacks arrive separately, so they are held until the step is over.
 
     Tokens are the elements of ``batch["input_ids"]``, including padding. Ranks that read the same batch count once.
-    Steps that are not logged only add to a count on the host.
+    The sum over the ranks is only computed in steps that are logged.
 
     Args:
-        add_up: Function that returns the sum of a number over the ranks that read different data, on the host. All
-            ranks call it.
+        add_up: Function that returns the sum of a number over the ranks that read different data. It is a collective on
+            the host.
         when_complete: Function that calls its argument once the checkpoint just saved is complete.
     """
 
@@ -40,12 +40,12 @@ class Tracking(Callback):
         self._add_up = add_up
         self._when_complete = when_complete
         self._total_tokens = 0
-        self._own_tokens = 0  # tokens of this rank that are not in the total yet
+        self._own_tokens = 0  # this rank's tokens since the last sum over the ranks
         self._rows: list[_Row] = []  # one for each logger
-        self._runs: list[dict[str, Any]] = []  # states of the W&B runs from the checkpoint
+        self._runs: list[dict[str, Any]] = []  # states of the W&B runs in the loaded checkpoint
 
     def attach(self, trainer: Trainer) -> None:
-        """Begin a stage, before the Trainer asks its loggers for their experiments.
+        """Begin a stage. Call this before the Trainer accesses the experiments of its loggers.
 
         Raises:
             MissingKeyError: On every rank, when the API key for W&B is missing.
@@ -54,7 +54,7 @@ class Tracking(Callback):
         problems = [problem for logger in _get_wandb_loggers(loggers) if (problem := logger.get_optional_problem())]
         if problem := trainer.strategy.broadcast(problems[0] if problems else None):
             raise MissingKeyError(problem)
-        self.detach(trainer)  # an aborted stage may have left it attached
+        self.detach(trainer)  # an aborted stage may have left the callback attached
         cast(Any, trainer).callbacks.insert(0, self)
         for logger in trainer.loggers:
             row = _Row(logger)
@@ -68,7 +68,7 @@ class Tracking(Callback):
                 wandb_logger.hold(self._when_complete, " and ".join(others))
 
     def detach(self, trainer: Trainer) -> None:
-        """End the stage: write the held rows, and restore the loggers' own methods."""
+        """End the stage: write the held rows, and restore the methods of the loggers."""
         if self in cast(Any, trainer).callbacks:
             cast(Any, trainer).callbacks.remove(self)
         self._write_rows()
@@ -77,20 +77,20 @@ class Tracking(Callback):
             get_ledger(trainer).put_back(logger)
 
     def get_state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the state for a checkpoint; all ranks must call it."""
+        """Return the token count and the W&B runs, for a checkpoint. All ranks must call this."""
         self._count()
         runs = [logger.get_state() for logger in _get_wandb_loggers(trainer.loggers)]
         return {"total_tokens": self._total_tokens, "wandb": runs}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint, to continue where it was saved."""
+        """Restore the token count and the W&B runs from a checkpoint."""
         self._total_tokens, self._own_tokens, self._runs = state["total_tokens"], 0, state["wandb"]
 
     # ------------------------------------------------------------------ hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # the first hook after the Trainer has accessed the experiments; later accesses need a real one
+        # the Trainer has accessed the experiments before this hook, and later accesses must start the W&B runs
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
 
@@ -103,13 +103,13 @@ class Tracking(Callback):
         if cast(Any, trainer).enable_autolog_hparams and trainer.is_global_zero and trainer.loggers:
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:
-                # by default TensorBoard would add a row with `hp_metric` -1 to the metrics of the run
+                # without this option, TensorBoardLogger would log a metric `hp_metric` with the value -1
                 options: dict[str, Any] = {"metrics": {}} if isinstance(any_logger, TensorBoardLogger) else {}
                 any_logger.log_hyperparams({"run": identity}, **options)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._write_rows()  # here at the latest: a process that is killed loses only the current step
+        self._write_rows()  # so that a killed process loses only the current step
 
     @override
     def on_train_batch_end(
@@ -123,7 +123,7 @@ class Tracking(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_rows()  # before the validation, which may take a long time
+        self._write_rows()  # now, because the validation may take a long time
         self._count()
 
     @override
@@ -150,15 +150,15 @@ class Tracking(Callback):
 
 @dataclass
 class _Row:
-    """The metrics that a logger was given for the current step. By itself, the logger would write one row per call."""
+    """Metrics of the current step for one logger. They are held because the logger would write one row per call."""
 
     logger: Logger
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log(self, metrics: dict[str, Any], step: int | None, **options: Any) -> None:
-        # loggers of other ranks write nothing, and holding rows there would read tensors for nothing. Values that are
-        # not numbers go straight to the logger, which may treat them in its own way
+        # Only rank 0 holds a row, because the loggers of other ranks write nothing.
+        # Values other than numbers go straight to the logger, which may handle them in its own way.
         is_held = step is not None and not options and rank_zero_only.rank == 0  # type: ignore[attr-defined]
         if not is_held or not all(_is_number(name, value) for name, value in metrics.items()):
             type(self.logger).log_metrics(self.logger, metrics, step=step, **options)
@@ -176,19 +176,19 @@ class _Row:
             self.logger.save()
 
     def finalize(self, status: str) -> None:
-        """Write the row and finalize the logger: after a stage, after an error, and before a job is requeued."""
+        """Write the row, and then finalize the logger."""
         self.write()
         type(self.logger).finalize(self.logger, status)
 
 
 def log_whole_values(module: LightningModule) -> None:
-    """Make the module's ``log`` gather values that are sharded, such as the norm of a parameter.
+    """Make the module's ``log`` method gather sharded values, such as the norm of a sharded parameter.
 
-    A ``log`` that the user has set stays. The Trainer's ledger puts the module's own back.
+    If the user has replaced ``log``, it is left alone. The Trainer's ledger restores the original method.
     """
     if not has_own(module, "log"):
         log = partial(_log_whole, type(module).log, module)
-        reason = "a metric made of a sharded parameter would be logged as this rank's part of it"
+        reason = "for a metric that is a DTensor, it would log only this rank's part"
         get_ledger(module.trainer).replace(module, "log", log, reason=reason)
 
 

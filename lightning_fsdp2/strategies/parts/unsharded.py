@@ -1,4 +1,4 @@
-"""What is not sharded: buffers and metrics of a module, its BatchNorm layers, and parameters outside of all units."""
+"""Handling of a module's unsharded content: buffers, metrics, BatchNorm layers, and parameters outside of all units."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_fsdp2.strategies.launch.process_groups import broadcast_coalesced
 
 
 class SharedBuffers:
-    """The buffers that checkpoints hold, such as the statistics of BatchNorm, which differ by rank after a step."""
+    """List of a module's persistent buffers, such as BatchNorm statistics, which all ranks take from rank 0."""
 
     def __init__(self) -> None:
         self._owners: list[tuple[nn.Module, str]] = []
@@ -30,13 +30,13 @@ class SharedBuffers:
         ]
 
     def share(self) -> None:
-        """Give every rank the buffers of rank 0, as DDP does: BatchNorm has seen different batches on each rank."""
+        """Broadcast the buffers from rank 0, as DDP does, because BatchNorm saw different batches on each rank."""
         buffers = [module._buffers.get(name) for module, name in self._owners]
         broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
 
 
 def move_to_device(root: LightningModule, device: torch.device) -> None:
-    """Move everything in ``root`` that is not sharded to ``device``: buffers, metrics, and loose parameters."""
+    """Move all content of ``root`` that is not sharded to ``device``: buffers, metrics, and unsharded parameters."""
     for parameter in root.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
@@ -50,11 +50,11 @@ def move_to_device(root: LightningModule, device: torch.device) -> None:
 
 
 def synchronise_batch_norm(module: nn.Module, layer_sync: Any, device: torch.device) -> None:
-    """Apply ``Trainer(sync_batchnorm=True)``; before sharding, because it replaces layers with new ones.
+    """Replace BatchNorm layers by synchronised ones if ``Trainer(sync_batchnorm=True)`` is set. Call before sharding.
 
     Args:
         module: Module whose layers are replaced.
-        layer_sync: Lightning's plugin that replaces them; None does nothing.
+        layer_sync: Lightning's plugin that replaces layers. None does nothing.
         device: This rank's device.
 
     Raises:
@@ -64,13 +64,13 @@ def synchronise_batch_norm(module: nn.Module, layer_sync: Any, device: torch.dev
         return
     if device.type == "cpu":
         raise ValueError(
-            "Trainer(sync_batchnorm=True): torch's SyncBatchNorm runs on accelerators only; leave it out on a CPU."
+            "Trainer(sync_batchnorm=True): torch's SyncBatchNorm does not run on a CPU; leave sync_batchnorm out."
         )
     layer_sync.apply(module)
 
 
 def synchronise_metrics(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make metrics synchronise over the data parallel ranks of ``group``, so that equal batches count once."""
+    """Make metrics synchronise over ``group`` only, so that a batch counts once even if several ranks read it."""
     for metric in find_metrics(module):
         if metric.process_group is None:
             metric.process_group = group

@@ -1,4 +1,4 @@
-"""The ranks of a run: their process groups, their mesh, and the collectives between them."""
+"""A class for the ranks of a run, with their process groups, device mesh and collectives."""
 
 import platform
 from collections.abc import Callable
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class World:
-    """The ranks of a run, which this rank meets in :meth:`start` and places in a mesh in :meth:`enter_mesh`.
+    """The ranks of a run. :meth:`start` connects them, and :meth:`enter_mesh` sets their device mesh.
 
     Args:
         timeout: Timeout of collectives.
@@ -32,8 +32,8 @@ class World:
         group_timeout: Current timeout of the collectives of a step; :meth:`set_group_timeout` changes it.
         sizes: Sizes of the mesh, resolved for the number of ranks. The strategy sets them before it starts the ranks.
         hosts: Host names of all ranks, in rank order.
-        control_group: CPU group of all ranks, for messages that must not touch the accelerator or mix with the
-            collectives of a step; None before :meth:`start`, and in a simulation.
+        control_group: CPU group of all ranks, for messages that must not use the accelerator or mix with the
+            collectives of a step. None before :meth:`start`, and in a simulation.
         data_group: Group of the ranks that read different data and hold the same part of each sequence and layer.
         loss_group: Group of the ranks whose losses add up to the loss of a step.
         replica_group: Group of the ranks that read the same batch.
@@ -53,7 +53,7 @@ class World:
         self.control_group: dist.ProcessGroup | None = None
 
     def start(self, config: DistributedConfig, environment: ClusterEnvironment, device: torch.device) -> None:
-        """Meet the other ranks, and let them communicate. They have no mesh yet."""
+        """Connect this rank with the other ranks, and create the process groups that need no mesh."""
         init_process_group(
             environment,
             config.backend,
@@ -67,23 +67,23 @@ class World:
         self.hosts = gather_objects(platform.node(), self.control_group)
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Store a mesh with all axes, and this rank's process groups in it."""
+        """Set the device mesh, which must have all axes, and look up this rank's process groups in it."""
         self._mesh = mesh
-        # cache the groups, since slicing a mesh reads its ranks one by one
+        # cache the groups, since slicing a mesh is slow with many ranks
         self.data_group = get_mesh(mesh, DATA_PARALLEL).get_group()
         self.loss_group = get_mesh(mesh, DP_CP).get_group()
         self.replica_group = get_mesh(mesh, CP_TP).get_group()
 
     @property
     def has_mesh(self) -> bool:
-        """Whether this rank has a place in a mesh."""
+        """Whether the device mesh has been set."""
         return self._mesh is not None
 
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh with all axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
         if self._mesh is None:
-            raise RuntimeError("The device mesh exists once the Trainer has started its processes (`setup`).")
+            raise RuntimeError("The strategy has no device mesh yet: the Trainer creates it in `setup`.")
         return self._mesh
 
     @property
@@ -116,12 +116,12 @@ class World:
     # ------------------------------------------------------------------ collectives
 
     def wait(self) -> None:
-        """Wait for all ranks; a rank without others does not wait."""
+        """Wait until all ranks have called this. A single rank returns at once."""
         if self.control_group is not None:
             dist.barrier(group=self.control_group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank ``src``."""
+        """Broadcast an object from rank ``src``, and return it on all ranks."""
         if self.control_group is None:
             return obj
         message = [obj]
@@ -129,13 +129,14 @@ class World:
         return message[0]
 
     def decide(self, decision: bool, *, all: bool) -> bool:
-        """Return whether all ranks, or any rank, have decided so."""
+        """Return whether ``decision`` is true on all ranks or, with ``all=False``, on any rank."""
         return bool(self._reduce_number(int(decision), dist.ReduceOp.MIN if all else dist.ReduceOp.MAX))
 
     def reduce(self, tensor: Any, device: torch.device, group: dist.ProcessGroup | None, op: Any) -> Any:
-        """Reduce a tensor over ``group``, or the ranks that read different data; other values are returned unchanged.
+        """Reduce a tensor over ``group``, by default over the ranks that read different data.
 
-        The tensor travels over ``device``, since the accelerator's backend may not support host tensors.
+        The tensor is first moved to ``device``, since the backend may not support host tensors. A value other than a
+        tensor is returned unchanged.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -147,13 +148,13 @@ class World:
         return int(total) * self.data_parallel_size // self.mesh.size()
 
     def find_maximum(self, numbers: Any) -> Tensor:
-        """Return the largest value that any rank has of each of ``numbers``, as float64 on the host."""
+        """Return the element-wise maximum of ``numbers`` over all ranks, as float64 on the host."""
         largest = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control_group)
         return largest
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start to find the largest ``number`` of all ranks, on the host. Return a function that waits for it."""
+        """Start a maximum of ``number`` over all ranks, on the host. Return a function that waits for the result."""
         largest = torch.tensor(number)
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
 

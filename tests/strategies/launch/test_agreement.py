@@ -43,7 +43,7 @@ def say(function: Callable[..., None], *of_rank: dict[str, Any], **options: Any)
     """What each rank says."""
 
     def run() -> str:
-        with pytest.raises(ValueError, match="The ranks of a run must be the same") as error:
+        with pytest.raises(ValueError, match="All ranks of a run must have the same config and versions") as error:
             function(**of_rank[int(os.environ["RANK"])])
         return str(error.value)
 
@@ -70,7 +70,7 @@ def test_another_config_is_refused_on_all_ranks(own: Any, other: Any, difference
         return
     for message in say(fit, own, other):
         assert difference in message
-        assert "Install the same versions on all nodes, and start them with the same config." in message
+        assert "Install the same versions on all nodes, and start all ranks with the same config." in message
 
 
 def test_other_hyperparameters_of_a_script_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path) -
             keep_apart(folder)
         options = {"callbacks": [ModelCheckpoint(folder / "checkpoints")], "enable_checkpointing": True}
         options["strategy"] = {"timeout": timedelta(seconds=4)}  # in which the others wait
-        with pytest.raises(ValueError, match="must share the folder") as error:
+        with pytest.raises(ValueError, match="must share the checkpoint folder") as error:
             fit(devices=1, num_nodes=2, **options)
         return str(error.value)
 

@@ -69,7 +69,8 @@ def start(rendezvous_timeout: timedelta, **environment: str) -> str:
 def test_ranks_that_do_not_come_are_named() -> None:
     for rank, message in enumerate(run_ranks(start, 3, timedelta(seconds=2), group=False)):
         assert f"Rank {rank} ({HOSTS[rank]}) waited rendezvous_timeout=0:00:02 for 4 ranks at 127.0.0.1:" in message
-        assert "These came: 0-1 (a), 2 (b). These did not: 3." in message or "Rank 0 gave up before." in message
+        arrived = "Ranks that arrived: 0-1 (a), 2 (b). Ranks that did not: 3."
+        assert arrived in message or "Rank 0 has already given up." in message
 
 
 def test_a_rank_0_that_does_not_come_is_named() -> None:
@@ -107,12 +108,12 @@ def test_two_nodes_of_the_same_number_are_named() -> None:
     def run() -> str:
         os.environ["RANK"] = ("0", "1", "1", "2")[int(os.environ["RANK"])]
         os.environ.update(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
-        with pytest.raises(ValueError, match="must be the ranks") as error:
+        with pytest.raises(ValueError, match="must have the ranks") as error:
             make_trainer(devices=4).fit(Regressor(), make_batches(1))
         return str(error.value)
 
     for message in run_ranks(run, 4, group=False):
-        assert "the ranks 0 to 3, and call themselves 0 (a), 1 (a), 1 (a), 2 (b). Give every node a number" in message
+        assert "the ranks 0 to 3, but have the ranks 0 (a), 1 (a), 1 (a), 2 (b). Give every node a number" in message
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -167,7 +168,7 @@ def test_a_rank_that_was_only_slow_is_not_accused() -> None:
             trainer.fit(Regressor(), make_loader(make_batches(12)))
         return str(error.value)
 
-    assert "All ranks notice it (0-1 (a), 2 (b)): one of them was too slow" in run_ranks(run, 3)[0]
+    assert "All ranks have noticed this (0-1 (a), 2 (b)): one rank was too slow" in run_ranks(run, 3)[0]
 
 
 def test_without_a_store_it_says_that_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def test_without_a_store_it_says_that_too(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wrong_timeouts(strategy: type[Any], name: str) -> None:
     with pytest.raises(TypeError, match=rf"{strategy.__name__}\({name}=30\) must be a timedelta; pass timedelta"):
         strategy(**{name: 30})
-    with pytest.raises(ValueError, match=rf"{strategy.__name__}\({name}='0:00:00'\) must be more than nothing"):
+    with pytest.raises(ValueError, match=rf"{strategy.__name__}\({name}='0:00:00'\) must be longer than 0"):
         strategy(**{name: timedelta(0)})
 
 
@@ -199,7 +200,7 @@ def test_two_steady_timeouts_are_one_too_many() -> None:
     def run() -> None:
         strategy = FSDP2Strategy(steady_timeout=timedelta(minutes=1))
         trainer = make_trainer(strategy, callbacks=[ProcessGroupTimeout()])
-        with pytest.raises(ValueError, match=r"steady_timeout='0:01:00'.* is a ProcessGroupTimeout, and the Trainer"):
+        with pytest.raises(ValueError, match=r"steady_timeout='0:01:00'.* adds a ProcessGroupTimeout, but the Trainer"):
             trainer.fit(Regressor(), make_loader(make_batches(2)))
 
     run_ranks(run, 1)

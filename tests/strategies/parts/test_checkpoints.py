@@ -422,7 +422,7 @@ def test_a_checkpoint_amid_accumulation_says_what_it_lacks(tmp_path: Path) -> No
     behind, amid = run_ranks(run, WORLD)[0]
     assert behind == []
     assert len(amid) == 1
-    assert amid[0].startswith("A checkpoint is saved amid accumulation (accumulate_grad_batches=2)")
+    assert amid[0].startswith("A checkpoint is saved during gradient accumulation (accumulate_grad_batches=2)")
 
 
 def test_saves_by_time_and_on_an_exception(tmp_path: Path) -> None:
@@ -515,7 +515,7 @@ def test_a_plugin_that_writes_by_itself_is_refused_and_one_of_ours_is_used(tmp_p
             super().save_checkpoint(checkpoint, path, *args, **options)
 
     def run() -> None:
-        with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*derive it from MeshCheckpointIO"):
+        with pytest.raises(ValueError, match=r"AsyncCheckpointIO.*derive the plugin from MeshCheckpointIO"):
             make_trainer(plugins=[AsyncCheckpointIO()])
         trainer = make_trainer(plugins=[Recording()], max_steps=1)
         fit(trainer)
