@@ -1,4 +1,4 @@
-"""Checkpoints: directories that all ranks write and read on any mesh, and single files."""
+"""Reading and writing of checkpoints, as directories that all ranks share or as single files."""
 
 from lightning_fsdp2.checkpoint.convert import consolidate_checkpoint
 from lightning_fsdp2.checkpoint.plain_loop import load_checkpoint, save_checkpoint

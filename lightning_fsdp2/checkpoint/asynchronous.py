@@ -1,4 +1,4 @@
-"""Write checkpoints in a thread, from copies on the host, while training continues."""
+"""Write checkpoints in a background thread, from copies in host memory, while training continues."""
 
 import logging
 import os
@@ -23,22 +23,22 @@ from lightning_fsdp2.ranks.coordination import on_every_rank
 log = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Niceness of the writing thread; training has 0."""
+"""Niceness of the background thread. The training threads have 0."""
 
 
 class BackgroundWriter:
-    """Writer of one checkpoint at a time, in its own thread.
+    """Writer that writes one checkpoint at a time in a background thread.
 
-    Tensors on the host are copied at once. Tensors on an accelerator are copied into pinned memory while the next
-    forward and backward run. The next save reuses the memory of the copies.
+    Host tensors are copied at once. Tensors on an accelerator are copied into pinned memory while the next forward and
+    backward run. The next save reuses the memory of the copies.
 
-    Every rank has a writer and calls the same methods in the same order. A failure is raised on the main thread, in the
+    Every rank must have a writer and call its methods in the same order. An error is raised on the main thread, in the
     same call on all ranks.
 
     Args:
         device: Device of the tensors.
-        group: Process group for coordination of the main threads; nothing else may communicate on it meanwhile.
-        thread_group: Process group for coordination of the writing threads; nothing else may communicate on it.
+        group: Process group for messages between the main threads. Nothing else may use it during a save.
+        thread_group: Process group for messages between the background threads. Nothing else may use it.
     """
 
     def __init__(
@@ -60,45 +60,45 @@ class BackgroundWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save was started that :meth:`poll`, :meth:`wait` or :meth:`settle` has not finished yet."""
+        """Whether a save is in progress. It ends in :meth:`poll`, :meth:`wait` or :meth:`settle`."""
         return self._save is not None
 
     def start(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy the nested dicts ``tensors``, and run ``write`` on the copy in the thread."""
+        """Copy the nested dicts ``tensors``, and run ``write`` on the copy in the background thread."""
         self.wait()
         copies: Future[dict[str, Any]] = Future()
         self._copies, stream = copies, self._stream
         if stream is None:
             _run_into(copies, lambda: self._stager.stage(tensors))
         else:
-            # the copies run on their own stream, which does not wait for pending computations
+            # synchronise first, because the copies run on a stream that does not wait for other computations
             torch.get_device_module(self._device).synchronize(self._device)
-            # buffers are copied now, since the next forward changes them
+            # copy buffers and other plain tensors now, since the next forward may change them
             tensors = map_tensors(lambda t: t if isinstance(t, DTensor) else t.detach().to("cpu", copy=True), tensors)
             versions = _get_versions(tensors)
             self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
             self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
-        # if a rank cannot copy, there is no checkpoint, and the other ranks must not wait for its part
+        # if a copy fails on one rank, the write must fail on every rank instead of waiting for that rank
         self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
     def wait_for_copies(self) -> None:
-        """Wait until the tensors that are being saved may be changed."""
+        """Wait until all tensors are copied, so that an optimizer step may change them."""
         if self._copies is not None:
-            self._copies.exception()  # waits; a failure is raised by the save
+            self._copies.exception()  # only waits, because the save raises the error
             self._copies = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once the save in progress succeeds, or now if there is none."""
+        """Run ``action`` now or, if a save is in progress, once the save has succeeded."""
         if self._save is None:
             action()
         else:
             self._then.append(action)
 
     def poll(self) -> None:
-        """Finish the save in progress if it is complete on all ranks, without waiting for it.
+        """Finish the save in progress if it has ended on all ranks. Return without waiting if it has not.
 
         Raises:
             Exception: On every rank, the error of the first rank whose write failed.
@@ -124,7 +124,7 @@ class BackgroundWriter:
         on_every_rank(lambda: [action() for action in actions], self._group)
 
     def settle(self) -> None:
-        """Wait for the save in progress without communication, since other ranks may be gone; log a failure."""
+        """Wait for the save in progress without communication, since other ranks may be gone. Log an error."""
         if self._save is None:
             return
         failure = self._save.exception()
@@ -142,9 +142,9 @@ class BackgroundWriter:
         return actions
 
     def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Wait for the copies before a manual step, which Lightning does not run; a pre-step hook of all optimizers."""
-        # Lightning's own steps run forward and backward in a closure, during the copies, and wait afterwards
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the first argument is the optimizer again
+        """Wait for the copies before an optimizer step without a closure. This is a pre-step hook of all optimizers."""
+        # a step with a closure is Lightning's own: it waits after forward and backward, which run in the closure
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
         if not has_closure:
             self.wait_for_copies()
 
@@ -157,15 +157,15 @@ class BackgroundWriter:
         if any(tensor._version != version for tensor, version in versions):
             raise RuntimeError(
                 "Weights or optimizer states were changed in place between a save with CheckpointConfig(async_save="
-                "True) and the next optimizer step, while they were being copied. Change them before the checkpoint is"
-                " saved, or use async_save=False."
+                "True) and the next optimizer step, while they were being copied. Change them before the save, or use"
+                " async_save=False."
             )
         return copies
 
 
 def _yield_to_training() -> None:
-    """Lower this thread's priority, so that it uses the CPU time that training leaves."""
-    if sys.platform == "linux":  # elsewhere a priority applies to the whole process
+    """Lower the priority of this thread below that of the training threads."""
+    if sys.platform == "linux":  # on other systems, the priority applies to the whole process
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
@@ -178,7 +178,7 @@ def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:
 
 
 def _get_versions(tensors: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    """Return the sharded tensors with their version counters."""
+    """Return the sharded tensors with their version counters, which in-place changes increase."""
     sharded: list[Tensor] = []
     map_tensors(lambda tensor: sharded.append(tensor) if isinstance(tensor, DTensor) else None, tensors)
     return [(tensor, tensor._version) for tensor in sharded]

@@ -21,28 +21,29 @@ def consolidate_checkpoint(
     verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> None:
-    """Convert a checkpoint directory to a single file, as Lightning saves it under strategies that do not shard.
+    """Convert a checkpoint directory to a single file, like those of Lightning's strategies that do not shard.
 
-    Any strategy can resume from the file, and ``LightningModule.load_from_checkpoint`` reads it. One process does all
-    the work and needs host memory for the whole checkpoint. In a process group, call this on one rank only.
+    Any strategy can resume from the file, and ``LightningModule.load_from_checkpoint`` reads it. The conversion runs in
+    one process, which needs host memory for the whole checkpoint. In a process group, call this on one rank only.
 
     Args:
         path: Checkpoint directory of this package or of Lightning's ``ModelParallelStrategy``.
-        output: File to write; an existing one is replaced once the new one is complete.
-        with_optimizers: Whether optimizer states are kept.
-        verify: Whether data that is read is compared with its checksums.
-        trust_checkpoint: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        output: File to write. An existing file is replaced once the new file is complete.
+        with_optimizers: Whether to keep optimizer states.
+        verify: Whether to compare the data with its checksums.
+        trust_checkpoint: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, damaged, already a single file, or holds objects and is not trusted.
+        ValueError: When the checkpoint is incomplete, damaged or already a single file. Also when it holds objects and
+            ``trust_checkpoint`` is False.
     """
     found = resolve_checkpoint(path)
     if not found.is_dir():
         raise ValueError(f"{str(path)!r} is a single file already.")
     target = get_path(output)
     if target.is_dir():
-        raise ValueError(f"output={str(output)!r} is a directory; name the file to write.")
+        raise ValueError(f"output={str(output)!r} is a directory; give the path of a file.")
     if is_local(found) and is_local(target) and Path(target).resolve().is_relative_to(Path(found).resolve()):
         raise ValueError(f"output={str(output)!r} is inside of the checkpoint {str(path)!r}; name a file beside it.")
     options = {"with_optimizers": with_optimizers, "verify": verify, "trust": trust_checkpoint}
@@ -53,17 +54,18 @@ def consolidate_checkpoint(
 def read_whole_checkpoint(
     path: str | Path, *, with_optimizers: bool = True, verify: bool = True, trust: bool = False
 ) -> dict[str, Any]:
-    """Read a checkpoint of any kind in one process, as Lightning keeps it in a single file.
+    """Read a whole checkpoint in one process, and return the dict that Lightning would save in a single file.
 
     Args:
         path: Checkpoint directory or single file.
-        with_optimizers: Whether to read optimizer states, with parameters numbered as in ``Optimizer.state_dict``.
-        verify: Whether data that is read is compared with its checksums.
-        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        with_optimizers: Whether to read optimizer states. Their parameters have numbers, as in
+            ``Optimizer.state_dict``.
+        verify: Whether to compare the data with its checksums.
+        trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, damaged, or holds objects and is not trusted.
+        ValueError: When the checkpoint is incomplete, damaged, or holds objects and ``trust`` is False.
     """
     found = find_checkpoint(path, trust=trust)
     if verify:

@@ -58,41 +58,41 @@ from lightning_fsdp2.checkpoint.stored_shards import convert_all, convert_back, 
 from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank
 
 FORMAT_VERSION = 3
-"""Version of the format that is written. Version 1 had no checksums, 2 had one per file. Higher ones are not read."""
+"""Version of the written format. Version 1 had no checksums, version 2 one per file. Later versions are refused."""
 
 METADATA_FILE = "meta.pt"
 
 SHARDED_KEY = "metadata"
-"""Key under which DCP keeps DTensors found in the content of ``meta.pt``, such as averaged weights."""
+"""DCP key of the DTensors that were taken out of the content of ``meta.pt``, such as averaged weights."""
 
 EXTRA_STATES_KEY = "lightning_fsdp2.extra_states"
-"""Key in ``meta.pt`` of dicts and lists in the state dict, and of ``Module.get_extra_state``'s results, by name."""
+"""Key in ``meta.pt`` of results of ``Module.get_extra_state``, and of dicts and lists in the state dict, by name."""
 
 PLAIN_KEY = "lightning_fsdp2.plain_tensors"
-"""Key in ``meta.pt`` of the names of the tensors in the state dict that were not DTensors."""
+"""Key in ``meta.pt`` of a list of names: the tensors in the state dict that were not DTensors."""
 
 CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
 """Key in ``meta.pt`` of dicts and lists in optimizer states, by optimizer, parameter and key."""
 
 ADDED_KEY = "lightning_fsdp2.optimizer_added"
-"""Key in ``meta.pt`` of values that optimizers save beside states and parameter groups, by optimizer and key."""
+"""Key in ``meta.pt`` of other values that optimizers save, besides states and groups, by optimizer and key."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Content of a checkpoint, as it was when the save began."""
+    """Content of a checkpoint at the time when the save began."""
 
     tensors: dict[str, Any]
     """Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks."""
 
     metadata: bytes
-    """Content of ``meta.pt``; on rank 0 only."""
+    """Content of ``meta.pt``, on rank 0 only."""
 
     summary: dict[str, Any]
-    """Entries for ``meta.json``, the human-readable file."""
+    """Entries for the human-readable file ``meta.json``."""
 
     def with_tensors(self, tensors: dict[str, Any]) -> "Snapshot":
-        """Return this snapshot with other ``tensors``, such as copies of its own."""
+        """Return a snapshot with ``tensors`` and the rest of this snapshot."""
         return replace(self, tensors=tensors)
 
 
@@ -104,21 +104,20 @@ def take_snapshot(
     *,
     trust: bool = False,
 ) -> Snapshot:
-    """Prepare the content of a directory, without copying the tensors; every rank must call it.
+    """Collect the content of a checkpoint directory, without copying the tensors. Every rank must call this.
 
     Args:
         tensors: Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks.
-        metadata: Everything else. Rank 0's values are saved, and every rank's part of the DTensors in containers.
+        metadata: The rest of the checkpoint. DTensors in its containers are saved by all ranks, other values by rank 0.
         summary: Entries for ``meta.json``.
-        group: Process group for coordination; a CPU group spares the accelerator.
-        trust: Whether the checkpoint will be trusted when it is loaded; if not, objects in it cause a warning.
+        group: Process group for messages between the ranks. A CPU group does not disturb the accelerator.
+        trust: Whether the checkpoint will be trusted when it is loaded. If not, objects in it cause a warning.
 
     Raises:
         ValueError: When an optimizer's state differs between ranks in tensors that are not DTensors.
         Exception: On every rank, the error of ``torch.save`` when ``metadata`` cannot be pickled.
     """
-    # results of `Module.get_extra_state`, and dicts and lists in state dicts (a metric's values) and optimizer states,
-    # may hold anything; DCP would take them apart and lose number keys and empty containers
+    # DCP would take dicts and lists apart, and lose number keys and empty containers, so they go to `meta.pt`
     weights, extra = _partition(tensors["state_dict"], _is_extra_state)
     plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
@@ -142,22 +141,22 @@ def take_snapshot(
 
 
 def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
-    """Write a checkpoint directory so that it is complete or absent; every rank must call it.
+    """Write a checkpoint directory atomically: it appears only when it is complete. Every rank must call this.
 
     Args:
-        path: Directory to write; an existing one is replaced once the new one is complete.
+        path: Directory to write. An existing checkpoint is replaced once the new one is complete.
         snapshot: Result of :func:`take_snapshot`.
-        group: Process group for coordination; nothing else may communicate on it meanwhile.
+        group: Process group for messages between the ranks. Nothing else may use it during the save.
 
     Raises:
-        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is
-            kept, except in an object store.
+        Exception: On every rank, when a rank could not write. An existing checkpoint at ``path`` is then kept, except
+            in an object store.
     """
     sizes = gather_objects(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
-    drafts: list[Draft | StoreDraft] = []  # on rank 0
+    drafts: list[Draft | StoreDraft] = []  # holds one draft on rank 0 and none on other ranks
 
     def start() -> AnyPath:
-        drafts.append(start_draft(path))  # this also makes room: it removes the drafts of processes that have died
+        drafts.append(start_draft(path))  # before the check, because this also removes the drafts of dead processes
         check_free_space(path, sum(sizes))
         return drafts[0].path
 
@@ -182,23 +181,24 @@ def read_directory(
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint directory: the shards that this rank needs, or whole tensors in one process.
+    """Read a checkpoint directory, either this rank's shards for a model, or whole tensors in one process.
 
     Args:
         path: Checkpoint directory.
-        model: Model to read for. Tensors are sharded like its tensors of the same name and shape, and every rank must
-            call this. None reads whole tensors to the host, on this rank alone.
+        model: Model whose shards are read. A tensor is sharded like the model's tensor of the same name and shape.
+            Every rank must then call this. None reads whole tensors to the host, on this rank alone.
         with_optimizers: Whether to read optimizer states.
-        in_place: Whether to read weights straight into the model's tensors, which avoids a second copy of them.
-        verify: Whether data that is read is compared with its checksums, if it has any.
-        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
-        group: Process group for coordination.
+        in_place: Whether to read weights directly into the model's tensors, which avoids a second copy.
+        verify: Whether to compare the data with its checksums, if there are any.
+        trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
+        group: Process group for messages between the ranks.
 
     Returns:
-        The checkpoint as Lightning's Trainer keeps it, with ``state_dict`` and (if there are any) ``optimizer_states``.
+        The checkpoint dict of Lightning's Trainer, with ``state_dict`` and, if there are any, ``optimizer_states``.
 
     Raises:
-        ValueError: When it is damaged, or holds more than tensors and plain types and is not trusted.
+        ValueError: When the checkpoint is damaged. Also when it holds objects other than tensors and plain types, and
+            ``trust`` is False.
     """
     reader = CheckpointReader(path, trust=trust, verify=verify)
 
@@ -238,15 +238,15 @@ def get_optimizer_states(nested: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
-    """Return the keys that consist of ``optimizer_`` and a number, in the order of the numbers."""
+    """Return the keys ``optimizer_0``, ``optimizer_1``, ... of ``nested`` in the order of their numbers."""
     numbers = sorted(int(match[1]) for name in nested if (match := re.fullmatch(r"optimizer_(\d+)", str(name))))
     return [f"optimizer_{number}" for number in numbers]
 
 
 def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
-    """Run ``action``, and raise failures of DCP as plain exceptions.
+    """Run ``action``, and raise an error of DCP as an ``Exception``.
 
-    DCP reports the failure of any rank as a ``BaseException``, which a user's ``except Exception`` would not catch.
+    DCP raises a ``BaseException`` when a rank fails, which a user's ``except Exception`` would not catch.
     """
     try:
         with _without_warning():
@@ -255,20 +255,20 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
         for cause in causes:
             if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
-                raise cause from error  # its message says everything
+                raise cause from error  # the cause has a complete message of its own
         reasons = "; ".join(map(get_reason, causes)) or error
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If it was being read,"
+            f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If this was a read,"
             f" `lightning-fsdp2 verify {path}` names the damaged files."
         ) from error
 
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Run the block without DCP's warning that there is no process group; running without one is normal.
+    """Run the block without DCP's warning that there is no process group.
 
-    Warning filters apply to the whole process, so a background thread leaves them alone. It has a process group anyway,
-    with which DCP does not warn.
+    Warning filters apply to the whole process, so a background thread must not change them. It always has a process
+    group, so that DCP does not warn.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -279,7 +279,7 @@ def _without_warning() -> Iterator[None]:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Planner that reads flat keys as they are, and unpickles small objects only as far as they are trusted."""
+    """DCP load planner that does not nest flat keys, and that refuses objects that are not trusted."""
 
     def __init__(self, path: AnyPath, trust: bool) -> None:
         super().__init__(flatten_state_dict=False)
@@ -302,8 +302,8 @@ def _finish(
     if unseen:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{', '.join(unseen)} was written by another rank, but rank 0 does not see it: the folder of a checkpoint"
-            " must be on a file system that all nodes share",
+            f"{', '.join(unseen)} was written by another rank, but is not visible on rank 0: the checkpoint folder must"
+            " be on a file system that all nodes share",
             str(draft.path),
         )
     files: dict[str, Any] = {name: {"bytes": size} for name, size in sizes.items()}
@@ -328,9 +328,9 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
 
 
 def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split an optimizer's state into what DCP keeps, other values in the states, and values beside the states."""
+    """Split an optimizer's state into values for DCP, containers in the states, and values outside the states."""
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
-    # an entry that is not the state of a parameter need not be a dict
+    # some optimizers keep shared values next to the parameters' states, which are not always dicts
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
     parted = {key: _partition(value, _is_container) for key, value in values.items()}
     kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
@@ -342,14 +342,14 @@ def _is_extra_state(name: str, value: Any) -> bool:
 
 
 def _is_container(key: Any, value: Any) -> bool:
-    # number keys are moved too: DCP would return them as text
+    # values with number keys are moved too, because DCP would return their keys as text
     return isinstance(value, dict | list | tuple) or not isinstance(key, str)
 
 
 def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuse an optimizer state with plain tensors that differ between ranks.
+    """Refuse an optimizer state with plain tensors that differ between ranks, because only rank 0's would be saved.
 
-    Plain tensors are written once: if each rank computed its own from its shard, all but one would be lost silently.
+    This happens when an optimizer computes plain tensors from the local shards of its parameters.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -362,14 +362,14 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
     different = sorted({key for other in others for key in {*first, *other} if first.get(key) != other.get(key)})
     if different:
         raise ValueError(
-            f"The state of {name} holds plain tensors that differ by rank ({', '.join(different[:5])}): its step works"
-            " on local shards, and a checkpoint could keep one rank's only. Let the optimizer keep DTensors, made by"
-            " operations on its DTensor parameters."
+            f"The state of {name} holds plain tensors that differ by rank ({', '.join(different[:5])}), but a"
+            " checkpoint can only hold those of one rank. Change the optimizer so that its states are DTensors, which"
+            " operations on its DTensor parameters return."
         )
 
 
 def _get_size(tensors: dict[str, Any]) -> int:
-    """Return this rank's share of the bytes to write; a tensor that several ranks hold is written by one of them."""
+    """Return the number of bytes that this rank writes. A tensor that several ranks hold counts in part on each."""
     size = 0
 
     def add(tensor: Tensor) -> Tensor:
@@ -403,7 +403,10 @@ def _is_of_optimizer(metadata: Metadata, key: str) -> bool:
 
 
 def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
-    """Return the model's tensor with the name of a stored tensor, or of a stored state's parameter, if shapes match."""
+    """Return the model's tensor for the stored tensor ``key``, by name. Return None if the shapes differ.
+
+    For a tensor of an optimizer state, this is the parameter that the state belongs to.
+    """
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -414,7 +417,7 @@ def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> 
 def _make_target(
     metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool, plain: Collection[tuple[Any, ...]]
 ) -> Any:
-    """Return the tensor for DCP to fill, sharded like the model's tensor of that name; None for an object."""
+    """Return a tensor for DCP to read ``key`` into, sharded like the model's tensor. Return None for an object."""
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -430,15 +433,15 @@ def _make_target(
     meshes = [tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)]
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
     if not is_plain and meshes and len(entry.size) > 0:
-        # the model lacks the key, or has it in another shape; a hook may rename it, so read it without a full copy, in
-        # the smallest shards: `load_model_state` moves them to the mesh of the parameter
+        # The model has no such tensor yet, but a hook may rename the key. Read the smallest shards, to save memory.
+        # `load_model_state` moves them to the parameter's mesh.
         mesh = max(meshes, key=DeviceMesh.size)
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)
 
 
 def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
-    """Convert a value that DCP has filled to the shards of the model's tensor ``like``."""
+    """Convert a value that DCP has read to the shards of the model's tensor ``like``."""
     if not is_converted(like):
         return value
     converted = convert_back(value, like)

@@ -1,4 +1,4 @@
-"""Find a checkpoint, and check that it is complete."""
+"""Find a checkpoint by its path, and check that it is complete."""
 
 import json
 import zipfile
@@ -22,29 +22,29 @@ from lightning_fsdp2.checkpoint.files.storage import (
 
 _SMALL_FILES = (".metadata", METADATA_FILE)
 _CHECKED_FILES = (*_SMALL_FILES, CHECKSUMS_FILE)
-"""Files that all others depend on; they are compared with their checksums whenever a checkpoint is found."""
+"""Small files that are compared with their checksums each time a checkpoint is opened."""
 
 
 def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
-    """Return the path of a complete checkpoint, with links resolved, since their targets may change.
+    """Return the path of a complete checkpoint, with links resolved, because a link's target may change.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, of a later version, or not a checkpoint. Also when its small files, on which
-            all others depend, are damaged.
+        ValueError: When the checkpoint is incomplete, has a later version or another format, or when one of its small
+            files is damaged.
     """
     found = resolve_checkpoint(path)
     if found.is_dir():
         _check_complete(found, trust)
     elif is_local(found) and not _is_archive(found):
         raise ValueError(
-            f"{str(path)!r} is truncated, or no file that `torch.save` wrote; use an earlier checkpoint, or convert it."
+            f"{str(path)!r} is truncated, or was not written by `torch.save`; use an earlier checkpoint, or convert it."
         )
     return found
 
 
 def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
-    """Return the path of a checkpoint, complete or not, with links resolved.
+    """Return the path of a checkpoint with links resolved, without checking that it is complete.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
@@ -52,7 +52,7 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
     found = get_path(path)
     if is_local(found):
         if not found.exists():
-            clean_folder(found.parent)  # a process that died during a replacement has put the checkpoint aside
+            clean_folder(found.parent)  # restores a checkpoint if a process died while replacing it
         found = found.resolve()
     if not found.exists():
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
@@ -60,9 +60,9 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
 
 
 def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
-    """Return the sizes and checksums of a directory's files, by name; empty if other software wrote it.
+    """Return the sizes and checksums of a checkpoint directory's files, by name. Empty if other software wrote it.
 
-    Files with tensors have checksums for their chunks instead, except in checkpoints of older versions.
+    The files with tensors have no checksum here, but one for each chunk. In version 2 of the format they have one.
     """
     if not (path / SUMMARY_FILE).exists():
         return {}
@@ -89,15 +89,15 @@ def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
 def _is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # it looks like an archive in several parts
+    except zipfile.BadZipFile:  # damaged so that it looks like an archive in several parts
         return False
 
 
 def _check_complete(path: AnyPath, trust: bool) -> None:
     if any(path.glob("*.safetensors")) and not (path / ".metadata").exists():
         raise ValueError(
-            f"{str(path)!r} is the directory of a Hugging Face model, which holds weights only: give it as"
-            " CausalLM(pretrained=...), or to `lightning_fsdp2.models.from_pretrained`."
+            f"{str(path)!r} is the directory of a Hugging Face model, which holds weights only: pass it to"
+            " CausalLM(pretrained=...) or `lightning_fsdp2.models.from_pretrained`."
         )
     _check_version(path)
     files = get_files(path)
@@ -108,8 +108,8 @@ def _check_complete(path: AnyPath, trust: bool) -> None:
         missing = _get_missing(path, _get_sizes(path, trust))
     if missing:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was copied only"
-            " in part, or written by something that died; use an earlier one."
+            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was only partly"
+            " copied, or the process that wrote it died; use an earlier checkpoint."
         )
 
 
@@ -123,13 +123,13 @@ def _check_version(path: AnyPath) -> None:
     version = _read_summary(path)["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"The checkpoint {str(path)!r} has format_version={version}, this version of lightning_fsdp2 reads up to"
-            f" {FORMAT_VERSION}; install a later one."
+            f"The checkpoint {str(path)!r} has format_version={version}, but this version of lightning_fsdp2 reads only"
+            f" up to {FORMAT_VERSION}; install a later version."
         )
 
 
 def _is_ours(path: AnyPath) -> bool:
-    """Return whether this package wrote a directory, judged by a key in ``meta.pt``, which is not compressed."""
+    """Return whether this package wrote a directory: its ``meta.pt`` then contains a certain key as plain bytes."""
     file = path / METADATA_FILE
     return file.exists() and EXTRA_STATES_KEY.encode() in file.read_bytes()
 
@@ -141,7 +141,7 @@ def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
 
 
 def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
-    """Return the minimum size of each file with tensors according to ``.metadata``, by name."""
+    """Return the minimum size that each file with tensors must have according to ``.metadata``, by name."""
     try:
         metadata = CheckpointReader(path, trust=trust).read_metadata()
         places = [(info.relative_path, info.offset + info.length) for info in (metadata.storage_data or {}).values()]
@@ -151,9 +151,9 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
         raise make_damage_error(path / ".metadata", error) from error
     if metadata.planner_data is None:
         raise ValueError(
-            f"The checkpoint {str(path)!r} does not say where its tensors belong (`planner_data`): it was not"
-            " written by this package, Lightning or `torch.distributed.checkpoint.save`. Load it with what wrote"
-            " it and save it again."
+            f"The checkpoint {str(path)!r} has no `planner_data`, which gives the names of its tensors: it was not"
+            " written by this package, Lightning or `torch.distributed.checkpoint.save`. Load it with the software that"
+            " wrote it, and save it with one of these."
         )
     ends: dict[str, int] = {}
     for name, end in places:
@@ -167,6 +167,6 @@ def _read_summary(path: AnyPath) -> dict[str, Any]:
         int(summary["format_version"]) + sum(info["bytes"] for info in summary.get("files", {}).values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} ({error!r}). Use an earlier one."
+            f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} ({error!r}). Use an earlier checkpoint."
         ) from error
     return {**summary, "format_version": int(summary["format_version"])}

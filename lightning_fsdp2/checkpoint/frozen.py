@@ -1,4 +1,4 @@
-"""Frozen weights of pretrained models, which a checkpoint may leave out: they are read from the original files."""
+"""Checkpoints without the frozen weights of pretrained models, which are read from the model's own files instead."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from lightning_fsdp2.ranks.coordination import on_first_rank
 from lightning_fsdp2.weights.pretrained import Frozen, list_frozen
 
 LEFT_OUT_KEY = "lightning_fsdp2.left_out"
-"""Key in a checkpoint of the weights that it leaves out, by pretrained model; see :func:`describe_left_out`."""
+"""Key in a checkpoint for the result of :func:`describe_left_out`."""
 
 LeftOut = dict[str, Any]
-"""Left-out weights of one pretrained model, in plain types.
+"""Names of the weights of one pretrained model that a checkpoint does not hold, in plain types.
 
 For example ``{"folder": "/models/llama", "fingerprint": "...", "names": [...]}``.
 """
@@ -29,7 +29,9 @@ def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]
 def describe_left_out(
     module: nn.Module, state: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> list[LeftOut]:
-    """Return, on all ranks, the frozen weights of ``module`` that rank 0's ``state`` lacks, by pretrained model.
+    """Return the frozen weights of ``module`` that are not in rank 0's ``state``, grouped by pretrained model.
+
+    Every rank must call this, and all get the same result.
 
     Raises:
         OSError: On every rank, when the files of a pretrained model can no longer be read.
@@ -47,18 +49,18 @@ def describe_left_out(
 
 
 def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:
-    """Return the names of all weights that a checkpoint leaves out."""
+    """Return the names of all weights that a checkpoint does not hold."""
     return {name for part in left_out for name in part["names"]}
 
 
 def put_back_frozen(
     path: str | Path, module: nn.Module, state: dict[str, Any], left_out: Sequence[LeftOut]
 ) -> dict[str, Any]:
-    """Return ``state`` plus the weights that a checkpoint leaves out, with the values that ``module`` has read.
+    """Add to ``state`` the weights that the checkpoint does not hold, with the values of ``module``.
 
     Raises:
-        OSError: When the files that ``module`` was read from can no longer be read.
-        ValueError: When ``module`` has not read these weights, or has read them from another model.
+        OSError: When the pretrained files of ``module`` can no longer be read.
+        ValueError: When ``module`` has not read these weights from pretrained files, or from those of another model.
     """
     own = module.state_dict() if left_out else {}
     read = list_frozen(module) if left_out else []
@@ -72,15 +74,18 @@ def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: di
     names = set(part["names"])
     sources = [frozen for frozen in read if names & set(frozen.names)]
     has_all = names <= {name for frozen in sources for name in frozen.names} and names <= own.keys()
-    what = f"The checkpoint {str(path)!r} leaves {len(names)} frozen weights to the pretrained model {part['folder']!r}"
+    what = (
+        f"The checkpoint {str(path)!r} does not hold {len(names)} frozen weights of the pretrained model"
+        f" {part['folder']!r}"
+    )
     if not has_all:
         raise ValueError(
-            f"{what}, which this run has not read, or trains; give that model as `pretrained`, with the same `lora` and"
-            " frozen parameters, or its directory if it has moved."
+            f"{what}, and this run has not read them either, or trains them; pass that model as `pretrained`, with the"
+            " same `lora` and frozen parameters. If the model has moved, pass its new directory."
         )
     for frozen in sources:
         if frozen.files.fingerprint != part["fingerprint"]:
             raise ValueError(
-                f"{what}, but this run has read another, {str(frozen.files.folder)!r}, whose files hold other tensors;"
-                " give the first one as `pretrained`."
+                f"{what}, but this run has read a different model, {str(frozen.files.folder)!r}; pass the model of the"
+                " checkpoint as `pretrained`."
             )

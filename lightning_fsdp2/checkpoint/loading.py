@@ -1,4 +1,4 @@
-"""Read a checkpoint of any kind into a sharded or whole model."""
+"""Read a checkpoint directory or file, and load it into a model, sharded or not, and its optimizers."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,26 +33,26 @@ def read_checkpoint(
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint directory or single file. Every rank must call this; each reads the part that it needs.
+    """Read a checkpoint directory or single file for a model. Every rank must call this, and reads only its part.
 
     Args:
-        path: Checkpoint of this package, of Lightning's ``ModelParallelStrategy`` or its other strategies, or a plain
-            ``state_dict``.
-        model: Model to read for; tensors of a directory are sharded like the model's of the same name and shape.
+        path: Checkpoint of this package or of any Lightning strategy, or a file with a plain ``state_dict``.
+        model: Model to load. A tensor of a directory is sharded like the model's tensor of the same name and shape.
         with_optimizers: Whether to read optimizer states.
-        in_place: Whether to read from a directory straight into the model's tensors, unless the model decides itself
-            what it loads.
-        verify: Whether data that is read is compared with its checksums.
-        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
-        group: Process group for coordination; a CPU group spares the accelerator.
+        in_place: Whether to read from a directory directly into the model's tensors. This has no effect on a model with
+            its own loading code.
+        verify: Whether to compare the data with its checksums.
+        trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
+        group: Process group for messages between the ranks. A CPU group does not disturb the accelerator.
 
     Returns:
-        The checkpoint as Lightning's Trainer keeps it, with ``state_dict`` and (if there are any) ``optimizer_states``.
-        Tensors of a single file are whole, and stay in the file until they are used.
+        The checkpoint dict of Lightning's Trainer, with ``state_dict`` and, if there are any, ``optimizer_states``.
+        Tensors of a single file are whole, and are only read from the file when they are used.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, damaged, of a later version, or holds objects and is not trusted.
+        ValueError: When the checkpoint is incomplete, damaged or of a later version. Also when it holds objects and
+            ``trust`` is False.
     """
     found = on_first_rank(lambda: find_checkpoint(path, trust=trust), group)
     if verify:
@@ -77,16 +77,16 @@ def load_model_state(
     strict: bool = True,
     left_out: Sequence[LeftOut] = (),
 ) -> None:
-    """Load ``state`` into ``model``; whole tensors are sharded on the way.
+    """Load the state dict ``state`` into ``model``, and shard whole tensors like the model's tensors.
 
     Weights in ``left_out`` keep the values that ``model`` has read from its pretrained files.
 
-    Without ``strict``, tensors of another shape are skipped with a warning that names them. A model with its own
-    loading code decides itself what it skips.
+    Without ``strict``, tensors with a different shape than the model's are skipped with a warning that names them. A
+    model with its own loading code decides itself which tensors it skips.
 
     Raises:
-        ValueError: When keys (if ``strict``) or shapes differ: the checkpoint is of another model. Also when it leaves
-            out weights that ``model`` has not read.
+        ValueError: When shapes or, if ``strict``, keys differ from the model's. Also when ``model`` has not read the
+            weights in ``left_out``.
     """
     if left_out:
         state = on_every_rank(lambda: put_back_frozen(path, model, state, left_out))
@@ -98,16 +98,17 @@ def load_model_state(
         with _own_meshes_for_renamed(model):
             model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
-        if "Error(s) in loading state_dict" not in str(error):  # raised by a hook
+        if "Error(s) in loading state_dict" not in str(error):  # an error of the user's hook
             raise
         name = get_class_name(model)
         remedy = (
-            "set `strict_loading = False` in the LightningModule (`strict=False` in a plain loop) to load what fits"
+            "set `strict_loading = False` in the LightningModule (`strict=False` in a plain loop) to load only the"
+            " weights that fit"
             if strict
-            else "let its own `load_state_dict` or hook leave out what does not fit"
+            else "make its own `load_state_dict` or hook leave out the weights that do not fit"
         )
         raise ValueError(
-            f"The checkpoint {str(path)!r} is not one of this {name}; build the model it was saved from, or {remedy}."
+            f"The checkpoint {str(path)!r} does not fit this {name}; build the model that was saved, or {remedy}."
             f" {str(error).replace(type(model).__name__, name)}"
         ) from error
 
@@ -115,14 +116,14 @@ def load_model_state(
 def load_optimizer_states(
     path: str | Path, model: nn.Module, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
 ) -> None:
-    """Load ``states`` into ``optimizers``.
+    """Load a checkpoint's optimizer states into ``optimizers``.
 
     Raises:
         ValueError: When the number of optimizers, their parameter groups or the parameters in the groups differ.
     """
     if len(states) != len(optimizers):
         raise ValueError(
-            f"The checkpoint {str(path)!r} holds the state of {len(states)} optimizer(s), this run has"
+            f"The checkpoint {str(path)!r} holds the state of {len(states)} optimizer(s), but this run has"
             f" {len(optimizers)}; resume with the same optimizers."
         )
     for optimizer, state in zip(optimizers, states, strict=True):
@@ -131,10 +132,10 @@ def load_optimizer_states(
 
 @contextmanager
 def _own_meshes_for_renamed(model: nn.Module) -> Iterator[None]:
-    """Run a ``load_state_dict`` whose hooks may give a tensor the name of a parameter on another mesh.
+    """Run ``load_state_dict`` so that each renamed tensor moves to the mesh of its parameter.
 
-    A tensor that the model does not know by its name was read on a mesh of other parameters. Only after the module's
-    own hooks is it known which parameter the tensor is for.
+    A tensor whose name the model does not have may have been read on the wrong mesh. Its parameter, and thereby the
+    right mesh, is known only after the module's hooks have renamed the tensor.
     """
 
     def shard(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -152,7 +153,7 @@ def _own_meshes_for_renamed(model: nn.Module) -> Iterator[None]:
 
 
 def _may_leave_out(model: nn.Module) -> bool:
-    """Return whether ``model`` decides itself what it loads: reading in place would overwrite weights that it skips."""
+    """Return whether ``model`` has its own loading code. Reading in place would overwrite weights that it skips."""
     return not is_of_torch(model.load_state_dict) or any(has_own_loading(module) for module in get_modules(model))
 
 
@@ -164,7 +165,7 @@ def _take_what_fits(path: str | Path, own: dict[str, Any], state: dict[str, Any]
     }
     if other and get_rank() == 0:
         warnings.warn(
-            f"Tensors of the checkpoint {str(path)!r} have another shape than the model's and are not loaded:"
+            f"Tensors of the checkpoint {str(path)!r} have a different shape than the model's and are not loaded:"
             f" {list_names(other.values())}.",
             stacklevel=3,
         )

@@ -12,7 +12,7 @@ _MARK = "lightning_fsdp2:sharded:"
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors; their containers are rebuilt, with the same types."""
+    """Apply ``function`` to the tensors in ``value``, and return the results in new containers of the same types."""
     return tree_map_only(Tensor, function, value)
 
 
@@ -20,8 +20,8 @@ def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
     """Separate the DTensors in nested containers from the rest.
 
     Returns:
-        ``value`` with a mark in the place of each DTensor, and the DTensors as ``{number: {name: tensor}}``, where the
-        name is the last key on the path to the tensor.
+        ``value`` with a mark in the place of each DTensor, and the DTensors as ``{number: {name: tensor}}``. The name
+        is the last key on the path to the tensor.
     """
     sharded: dict[str, Any] = {}
 
@@ -47,7 +47,7 @@ def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:
 
 
 def unflatten(values: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Nest values by their paths; integer steps are list indices."""
+    """Build nested dicts and lists from values by path. An integer in a path is a list index."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         node = root

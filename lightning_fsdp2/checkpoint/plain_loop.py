@@ -1,4 +1,4 @@
-"""Checkpoints in a plain torch loop, without Lightning."""
+"""Save and load checkpoints in a plain torch loop, without Lightning."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +20,19 @@ from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, describe_hf_mo
 def save_checkpoint(
     path: str | Path, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), extra: Any = None
 ) -> None:
-    """Save a model and its optimizers from a plain torch loop; every rank must call it.
+    """Save a model and its optimizers from a plain torch loop. Every rank must call this.
 
     Args:
-        path: Directory to write, local or in a store that fsspec knows. An existing checkpoint of that name is replaced
+        path: Directory to write, local or in an object store that fsspec supports. An existing checkpoint is replaced
             once the new one is complete.
-        model: Model, sharded or not, or a DDP or Megatron-FSDP wrapper, whose inner model is saved.
+        model: Model, sharded or not. For a DDP or Megatron-FSDP wrapper, the wrapped model is saved.
         optimizers: One optimizer or several.
-        extra: Anything that ``torch.save`` accepts (step, learning rate schedule); rank 0's is saved.
+        extra: Any value that ``torch.save`` accepts, such as the step and the learning rate schedule. Rank 0's value is
+            saved.
 
     Raises:
-        Exception: On every rank, when any rank could not write. An existing checkpoint at ``path`` is
-            kept, except in an object store.
+        Exception: On every rank, when a rank could not write. An existing checkpoint at ``path`` is then kept, except
+            in an object store.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     model = _unwrap(model)
@@ -51,23 +52,22 @@ def load_checkpoint(
     weights_only: bool = True,
     verify: bool = True,
 ) -> Any:
-    """Load what :func:`save_checkpoint` or the Trainer wrote, on any number of ranks; every rank must call it.
+    """Load a checkpoint of :func:`save_checkpoint` or the Trainer, on any number of ranks. Every rank must call this.
 
     Args:
         path: Checkpoint directory or single file.
-        model: Model to fill in place; see :func:`save_checkpoint`. After an error it may hold some of the checkpoint's
-            weights.
-        optimizers: Optimizers to fill, as many as were saved; none to skip the saved states.
+        model: Model or wrapper to load into. After an error, it may hold some of the checkpoint's weights.
+        optimizers: Optimizers to load into, as many as were saved. None skips the saved states.
         strict: Whether the model and the checkpoint must have the same keys.
-        weights_only: Whether to refuse arbitrary objects in ``extra``. False unpickles them: only for files you trust.
-        verify: Whether data that is read is compared with its checksums.
+        weights_only: Whether to refuse arbitrary objects in ``extra``. Use False only for files that you trust.
+        verify: Whether to compare the data with its checksums.
 
     Returns:
-        ``extra``; None if the checkpoint has none.
+        The saved ``extra``, or None if there is none.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, damaged, or of another model or optimizer.
+        ValueError: When the checkpoint is incomplete, damaged, or from a different model or optimizer.
     """
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     model = _unwrap(model)
@@ -82,7 +82,7 @@ def load_checkpoint(
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside of a wrapper: names in checkpoints are those of the model itself."""
+    """Return the model inside of a wrapper, because checkpoints use the names of the model itself."""
     if isinstance(model, DistributedDataParallel):
         return model.module
     sharder = get_optional_sharder(model)

@@ -1,4 +1,4 @@
-"""Checkpoints in a single file, as Lightning's other strategies write them: whole tensors, numbered parameters."""
+"""Read and write checkpoints in a single file with whole tensors, the format of Lightning's other strategies."""
 
 import copy
 from typing import Any
@@ -17,14 +17,14 @@ from lightning_fsdp2.ranks.whole_tensors import gather as gather_tensor
 
 
 def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any]:
-    """Gather the tensors of nested containers on rank 0's host, one at a time; every rank must call it.
+    """Gather the tensors of nested containers on rank 0's host, one at a time. Every rank must call this.
 
     Args:
         state: Nested containers with sharded and other tensors.
-        copies: Whether to copy tensors that rank 0 already holds whole on its host, since they may change later.
+        copies: Whether to copy tensors that are already whole on rank 0's host, since they may change later.
 
     Returns:
-        On rank 0, the containers with whole tensors; on the others, an empty dict.
+        The containers with whole tensors on rank 0, and an empty dict on the other ranks.
     """
     keep = get_rank() == 0
 
@@ -41,16 +41,16 @@ def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any
 def gather_whole(
     checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None, *, copies: bool = True, trust: bool = False
 ) -> dict[str, Any]:
-    """Gather a checkpoint as :func:`gather_state` does, and number the parameters in its optimizer states.
+    """Gather a checkpoint on rank 0, and replace parameter names in its optimizer states with numbers.
 
     Args:
         checkpoint: Checkpoint of the Trainer.
-        group: Process group for coordination; a CPU group spares the accelerator.
-        copies: See :func:`gather_state`; not needed if the result is written at once.
-        trust: Whether the checkpoint will be trusted when it is loaded; if not, objects in it cause a warning.
+        group: Process group for messages between the ranks. A CPU group does not disturb the accelerator.
+        copies: Whether to copy tensors that may change later. False is enough if the result is written at once.
+        trust: Whether the checkpoint will be trusted when it is loaded. If not, objects in it cause a warning.
 
     Returns:
-        On rank 0, the checkpoint with whole tensors and numbered optimizer states; on the others, an empty dict.
+        The checkpoint with whole tensors and parameter numbers on rank 0, and an empty dict on the other ranks.
 
     Raises:
         Exception: On every rank, when rank 0 could not copy the rest of the checkpoint.
@@ -60,17 +60,17 @@ def gather_whole(
 
 
 def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Write the result of :func:`gather_whole` to a file that is complete or absent; every rank must call it.
+    """Write the result of :func:`gather_whole` atomically to a file. Every rank must call this.
 
     Raises:
-        Exception: On every rank, when the file could not be written. An existing file at ``path``
-            is kept, except in an object store.
+        Exception: On every rank, when the file could not be written. An existing file at ``path`` is then kept, except
+            in an object store.
     """
     on_first_rank(lambda: write_file_alone(path, checkpoint), group)
 
 
 def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
-    """Write the same file as :func:`write_file` from this process alone, with or without a process group."""
+    """Write the same file as :func:`write_file`, but from this process alone. No other rank needs to call this."""
     draft = start_draft(path)
     try:
         check_free_space(path, sum(_get_sizes(checkpoint)))
@@ -83,37 +83,37 @@ def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
 
 
 def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:
-    """Read a single file; the tensors of a local file are memory-mapped.
+    """Read a checkpoint in a single file. The tensors of a local file are memory-mapped.
 
     Args:
-        path: File that this package or Lightning saved under any strategy, that Lightning's
-            ``consolidate_checkpoint`` wrote, or that holds a plain ``state_dict``.
+        path: Checkpoint file of this package, of any Lightning strategy or of Lightning's ``consolidate_checkpoint``,
+            or a file with a plain ``state_dict``.
         with_optimizers: Whether to return optimizer states.
-        trust: Whether the file may hold any object, which can run code when it is loaded.
+        trust: Whether the file may hold arbitrary objects, which can run code when they are loaded.
 
     Returns:
-        The checkpoint as Lightning's Trainer keeps it; for a plain ``state_dict``, a dict with that key alone.
+        The checkpoint dict of Lightning's Trainer. For a plain ``state_dict``, the dict has only this key.
 
     Raises:
-        ValueError: When the file is something else, is damaged, or holds objects and is not trusted.
+        ValueError: When the file is not a checkpoint or is damaged. Also when it holds objects and ``trust`` is False.
     """
     content = load_pickled(path, trust=trust, mmap=True)
     if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
         content = {"state_dict": content}
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(
-            f"{str(path)!r} holds no checkpoint: neither a `state_dict` alone, nor one of Lightning, which has a key of"
-            " that name."
+            f"{str(path)!r} is not a checkpoint: it is neither a plain `state_dict`, nor a checkpoint of Lightning,"
+            " which has the key `state_dict`."
         )
     states = content.pop("optimizer_states", None)
     if states is None and get_optimizer_keys(content):
-        states = get_optimizer_states(content)  # as Lightning's `consolidate_checkpoint` leaves them
+        states = get_optimizer_states(content)  # the layout of Lightning's `consolidate_checkpoint`
     rest = {key: value for key, value in content.items() if key not in get_optimizer_keys(content)}
     return {**rest, "optimizer_states": states} if with_optimizers and states is not None else rest
 
 
 def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
-    """Number the parameters in optimizer states, and copy the rest except the weights, since it may still change."""
+    """Replace parameter names in optimizer states with numbers, and copy all values that may still change."""
     if not trust:
         warn_of_objects(gathered)
     if "optimizer_states" in gathered:

@@ -1,4 +1,4 @@
-"""Model and optimizer states under the names that checkpoints use: the parameters' names, on any mesh."""
+"""Optimizer states with parameter names instead of numbers, as checkpoints hold them, and checks of optimizers."""
 
 from collections.abc import Mapping, Set
 from itertools import count
@@ -15,24 +15,24 @@ from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.ranks.failures import list_names
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Keys of a parameter group that are not options of its optimizer; most belong to torch's schedulers."""
+"""Keys of a parameter group that are not options of its optimizer. Most belong to torch's schedulers."""
 
 _IMPLEMENTATIONS = {"foreach", "fused"}
-"""Options that say how a torch optimizer computes its step, not what it computes."""
+"""Options that select the implementation of a torch optimizer's step, but do not change its result."""
 
 
 def get_optimizer_state(
     model: nn.Module, optimizer: Optimizer, own_state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return an optimizer's state with parameter names in place of numbers; sharded state stays sharded.
+    """Return an optimizer's state with parameter names instead of numbers. Sharded tensors stay sharded.
 
-    The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Unlike that function,
-    this one does not step the optimizer to create states that all or some parameters lack.
+    The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Unlike torch's function,
+    this function does not make an optimizer step to create missing states.
 
     Args:
-        model: Model that gives the names.
+        model: Model whose parameter names are used.
         optimizer: Optimizer of parameters of ``model``.
-        own_state: Result of ``optimizer.state_dict()`` if that was called elsewhere; None calls it here.
+        own_state: Result of ``optimizer.state_dict()``. None calls that method here.
 
     Raises:
         ValueError: When the optimizer holds parameters that ``model`` does not have, or keeps states in tensor
@@ -40,26 +40,26 @@ def get_optimizer_state(
     """
     names = _names_by_number(model, optimizer)
     check_optimizer_states(model, optimizer)
-    # if `configure_optimizers` returns None, Lightning's stand-in for an optimizer has neither of these keys
+    # if `configure_optimizers` returns None, Lightning's mock optimizer has neither of these keys
     own_state = {"state": {}, "param_groups": [], **(optimizer.state_dict() if own_state is None else own_state)}
-    # a schedule may leave numpy numbers, which cannot be loaded with weights_only=True
+    # convert numpy numbers, which a schedule may set, because they could not be loaded with weights_only=True
     state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    # an entry that is not a parameter's state keeps its key
+    # entries of some optimizers do not belong to a parameter, and keep their key
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
 
 
 def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state that :func:`get_optimizer_state` or ``optimizer.state_dict()`` returned.
+    """Load a state from :func:`get_optimizer_state` or ``optimizer.state_dict()`` into ``optimizer``.
 
-    If the state has names, the optimizer may order its parameters differently. Whole tensors are sharded like their
-    parameters. The optimizer keeps its own choice among torch's implementations (``foreach``, ``fused``), since the
-    state may come from another kind of device.
+    If the state has parameter names, the optimizer may have its parameters in a different order. Whole tensors are
+    sharded like their parameters. The options ``foreach`` and ``fused`` are not loaded, since the state may come from
+    another kind of device.
 
     Raises:
-        ValueError: When the state was saved for other parameters or parameter groups, or by an optimizer of another
-            kind.
+        ValueError: When the state has different parameters or parameter groups, or comes from another kind of
+            optimizer.
     """
     names = _names_by_number(model, optimizer)
     parameters = dict(model.named_parameters())
@@ -67,7 +67,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     state = _name_parameters(state, current, names, parameters.keys())
     saved = state["param_groups"]
     _check_groups(optimizer, current, saved, names)
-    # torch fills in the optimizer's own `param_names`, which may be in another order
+    # leave out the saved `param_names`, because the optimizer's own order may be different
     hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
     groups = [
         {**own, "params": group["params"], **{key: group[key] for key in _IMPLEMENTATIONS & group.keys()}}
@@ -84,16 +84,16 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
 
 
 def _number_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups with numbers, as in ``Optimizer.state_dict``.
+    """Return the parameter groups with numbers, like those in ``Optimizer.state_dict``.
 
-    That is not called here, since a ``ZeroRedundancyOptimizer`` has its state dict on one rank only.
+    The method ``state_dict`` is not called, since that of a ``ZeroRedundancyOptimizer`` works on one rank only.
     """
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of :func:`get_optimizer_state` with numbers in place of names, as in a single file."""
+    """Return the result of :func:`get_optimizer_state` with parameter numbers instead of names, for a single file."""
     numbers: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -104,7 +104,7 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_like(value: Any, own: Any) -> Any:
-    """Return ``value`` sharded like the tensor ``own``; it may have been read whole, or under another name."""
+    """Return ``value`` sharded like the tensor ``own``. The tensor may be whole, or sharded in another way."""
     if not (isinstance(own, Tensor) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
     if not isinstance(own, DTensor):
@@ -113,7 +113,7 @@ def shard_like(value: Any, own: Any) -> Any:
         if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
             return value
         value = value.full_tensor()
-    # every rank has the whole tensor, in a file or in memory, and takes its part of it
+    # no communication is needed, because every rank has the whole tensor and takes its own part
     mesh, placements = get_stored_layout(own) if is_converted(own) else (own.device_mesh, own.placements)
     sharded = distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
     return convert_back(sharded, own) if is_converted(own) else sharded
@@ -123,7 +123,7 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that was built from parameters the model no longer has.
 
     Raises:
-        ValueError: When there are such parameters: the optimizer's steps would not change the model.
+        ValueError: When there are such parameters. The optimizer's steps would not change the model.
     """
     current = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -131,19 +131,18 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if stale:
         raise ValueError(
             f"{stale} of the {len(parameters)} parameters of {type(optimizer).__name__} are not parameters of the"
-            " sharded module: the optimizer was built before the module was sharded, or for another one. Build it"
-            " inside `configure_optimizers` from `self.parameters()`."
+            " sharded module: the optimizer was built before the module was sharded, or for another module. Build the"
+            " optimizer in `configure_optimizers` from `self.parameters()`."
         )
 
 
 def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that keeps states other than plain tensors and numbers, such as quantised tensors.
 
-    Their values would not survive a checkpoint or a change of mesh: a resumed run would continue with wrong values.
+    A checkpoint could not restore such states, and a resumed run would continue with wrong values.
 
     Raises:
-        ValueError: When a state is a tensor of a class other than ``Tensor`` and ``DTensor``, or a DTensor whose local
-            tensor is.
+        ValueError: When a state, or the local tensor of a DTensor state, is an instance of another tensor subclass.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
@@ -152,7 +151,7 @@ def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of {names.get(id(parameter), 'a parameter')} as"
                     f" {kind.__module__}.{kind.__qualname__}: optimizer states of tensor subclasses are not supported,"
-                    " since a resumed run would go on with other values. Use an optimizer whose states are plain"
+                    " since a resumed run would continue with wrong values. Use an optimizer whose states are plain"
                     " tensors, such as torch.optim.AdamW."
                 )
 
@@ -167,12 +166,12 @@ def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
 def _name_parameters(
     state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
 ) -> dict[str, Any]:
-    """Replace the numbers in a single file's optimizer state with names: the file's own, or ours in the same order."""
+    """Replace parameter numbers in the optimizer state of a single file with the names from the file or the model."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
     ordered = [name for group in state["param_groups"] for name in group.get("param_names", ())]
-    # names from `module.part.named_parameters()` are not names in the module
+    # use the file's names only if the module has them: a user may have passed `module.part.named_parameters()`
     if len(ordered) != len(numbers) or not known >= set(ordered):
         ordered = [names[number] for group in current for number in group["params"]]
     by_number = dict(zip(numbers, ordered, strict=False))
@@ -192,24 +191,24 @@ def _check_groups(
         for group, other in zip(current, saved, strict=True)
     ):
         raise ValueError(
-            f"The checkpoint's {type(optimizer).__name__} has parameter groups of {_sizes(saved)} parameters, the"
-            f" current one {_sizes(current)}, or the groups hold other parameters. Resume with the optimizer of the"
-            " checkpoint, or start from its weights alone."
+            f"The parameter groups of {type(optimizer).__name__} differ: those of the checkpoint have {_sizes(saved)}"
+            f" parameters and those of this run {_sizes(current)}, or they hold different parameters. Resume with the"
+            " optimizer of the checkpoint, or load only the weights."
         )
     for group, other in zip(current, saved, strict=True):
-        # either difference alone may come from another version of torch
+        # options that only one side has may come from another version of torch, so both sides must have some
         unknown = other.keys() - group.keys() - _NO_OPTIONS
         missing = optimizer.defaults.keys() - other.keys()
         if unknown and missing:
             raise ValueError(
-                f"The checkpoint holds the state of another optimizer than {type(optimizer).__name__}: it has"
-                f" {list_names(unknown)}, where {type(optimizer).__name__} has {list_names(missing)}. Resume with the"
-                " optimizer of the checkpoint, or start from its weights alone."
+                f"The checkpoint holds the state of a different optimizer than {type(optimizer).__name__}: the saved"
+                f" state has {list_names(unknown)}, but {type(optimizer).__name__} has {list_names(missing)}. Resume"
+                " with the optimizer of the checkpoint, or load only the weights."
             )
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Return the parameters' names by their numbers in ``Optimizer.state_dict``: in the order of the groups."""
+    """Return the parameters' names by their numbers in ``Optimizer.state_dict``."""
     check_optimizer_parameters(model, optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,9 +1,9 @@
-"""Conversion of shards that a checkpoint cannot describe to shards that it can.
+"""Conversion of unusual shards to the contiguous, even shards that checkpoints hold.
 
-Under tensor parallelism, a rank holds a shard of each projection in a packed weight (gate and up of MoE experts): two
-pieces of one tensor. Megatron-FSDP gives ranks uneven numbers of rows. DCP expects one piece per rank, at the place
-where torch would put it. Tensors of both kinds are therefore written and read in contiguous, even shards. During a
-save, or until the tensors are copied, the device holds their converted shards in addition to the original ones.
+DCP expects one piece of each tensor per rank, at the place where torch would put it. Two kinds of tensors are different
+and must be converted. Under tensor parallelism, a packed weight such as gate and up of MoE experts has two pieces per
+rank. Under Megatron-FSDP, ranks hold uneven numbers of rows. During a save, the device holds the converted shards in
+addition to the original shards, until they are copied or written.
 """
 
 from typing import Any, TypeGuard
@@ -17,17 +17,17 @@ from lightning_fsdp2.ranks.whole_tensors import get_even_mesh, is_uneven, shard_
 
 
 def is_packed(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether each rank holds several pieces of ``tensor``."""
+    """Return whether each rank holds several separate pieces of ``tensor``."""
     return isinstance(tensor, DTensor) and bool(get_packed_placements(tensor))
 
 
 def is_converted(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether ``tensor`` is written and read in shards other than its own."""
+    """Return whether the shards of ``tensor`` must be converted for a checkpoint."""
     return is_packed(tensor) or is_uneven(tensor)
 
 
 def convert(tensor: DTensor) -> DTensor:
-    """Return ``tensor`` in contiguous, even shards; every rank must call it."""
+    """Return ``tensor`` in contiguous, even shards. Every rank must call this."""
     if is_uneven(tensor):
         return to_even(tensor)
     local: DTensor = tensor.detach()  # type: ignore[assignment]
@@ -35,7 +35,7 @@ def convert(tensor: DTensor) -> DTensor:
 
 
 def convert_all(value: Any) -> Any:
-    """Return nested dicts and lists with :func:`convert` applied to the tensors that need it."""
+    """Apply :func:`convert` to all tensors in nested dicts and lists that need it, and return the result."""
     if isinstance(value, dict):
         return {key: convert_all(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -44,14 +44,14 @@ def convert_all(value: Any) -> Any:
 
 
 def convert_back(tensor: DTensor, like: DTensor) -> DTensor:
-    """Undo :func:`convert`: return ``tensor`` in the shards of ``like``."""
+    """Undo :func:`convert`, and return ``tensor`` with the same shards as ``like``."""
     if is_uneven(like):
         return shard_unevenly_like(tensor, like)
     return tensor.redistribute(placements=like.placements)
 
 
 def get_stored_layout(tensor: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and the placements of the tensor that :func:`convert` returns."""
+    """Return the mesh and the placements that ``tensor`` has after :func:`convert`."""
     if is_uneven(tensor):
         return get_even_mesh(tensor), (Shard(0),)
     contiguous = {axis: Shard(packed.dim) for axis, packed in get_packed_placements(tensor).items()}

@@ -20,18 +20,18 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
 
     Args:
         path: Checkpoint directory or single file.
-        trust_checkpoint: Whether ``.metadata`` may hold any object, which can run code when it is loaded.
+        trust_checkpoint: Whether ``.metadata`` may hold arbitrary objects, which can run code when they are loaded.
 
     Returns:
-        One line per file that says what was verified.
+        One line per verified file, with the kind of the check.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When it is incomplete, or when files are damaged; the error names all of them.
+        ValueError: When the checkpoint is incomplete, or when files are damaged. The message names all of these files.
     """
     found = resolve_checkpoint(path)
     files = get_files(found) if found.is_dir() else {}
-    # first: `find_checkpoint` parses files that might be damaged
+    # compare checksums first, because `find_checkpoint` parses files and would fail on the first damaged one
     raise_damaged(found, find_damaged(found, files))
     find_checkpoint(path, trust=trust_checkpoint)
     if files and read_checksums(found):
@@ -40,18 +40,18 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
         raise_damaged(found, _find_damaged_records(found))
         return [f"{found.name}: the CRC-32 of each of its records"]
     if not files:
-        return [f"{found.name}: sizes only, since what wrote it kept no checksums"]
+        return [f"{found.name}: sizes only, since the checkpoint has no checksums"]
     return [f"{name}: {info['bytes']} bytes" for name, info in files.items()]
 
 
 def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> None:
-    """Verify the data that is not verified when it is read. Every rank must call this; each checks a share.
+    """Verify the data of older formats before it is read. Every rank must call this, and checks a share of the data.
 
-    That data is the records of a single file, and the files of a directory in version 2 of the format. In directories
-    of the current version, each chunk is verified by the rank that reads it.
+    This verifies the records of a single file, and the files of a directory in version 2 of the format. A directory of
+    the current version is verified while it is read: each rank checks the chunks that it reads.
 
     Raises:
-        ValueError: On every rank, with the names of the damaged files.
+        ValueError: On every rank, when files are damaged. The message names them.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     damaged = gather_objects(on_every_rank(lambda: _find_damaged_before(path, get_rank(), ranks), group), group)
@@ -59,10 +59,10 @@ def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> No
 
 
 def verify_alone(path: AnyPath) -> None:
-    """Verify the same data as :func:`verify_together`, in one process.
+    """Verify the same data as :func:`verify_together`, but in one process.
 
     Raises:
-        ValueError: With the names of the damaged files.
+        ValueError: When files are damaged. The message names them.
     """
     raise_damaged(path, _find_damaged_before(path))
 
@@ -75,12 +75,12 @@ def _find_damaged_before(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[s
 
 
 def _find_damaged_records(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return a single file's name with the first error in this rank's share of its records; empty if all are intact."""
+    """Return the first error in this rank's share of a single file's records, or an empty list if all are intact."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
             for record in archive.infolist()[rank::ranks]:
                 _read(archive, record)
-    except Exception as error:  # a damaged archive may raise anything
+    except Exception as error:  # a damaged archive may raise any exception
         return [f"{path.name} ({error})"]
     return []
 

@@ -1,4 +1,4 @@
-"""Read whole tensors of a checkpoint in one process, a few at a time, whatever mesh wrote it."""
+"""Read whole tensors of a checkpoint from any mesh in one process, a few at a time."""
 
 import json
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ _STATE_DICT = "state_dict"
 
 
 def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the shapes and dtypes of a checkpoint's weights and buffers, by their names in the state dict.
+    """Return the shape and dtype of each weight and buffer in a checkpoint, by its name in the state dict.
 
     Args:
-        path: Complete checkpoint directory, or a file that ``torch.save`` wrote, with a state dict or a Lightning
-            checkpoint.
-        trust: Whether the checkpoint may hold any object, which can run code when it is loaded.
+        path: Complete checkpoint directory, or a file from ``torch.save`` with a state dict or a Lightning checkpoint.
+        trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
 
     Raises:
-        ValueError: When ``path`` is neither, or holds more than tensors and plain types and is not trusted.
+        ValueError: When ``path`` is not a checkpoint. Also when it holds objects other than tensors and plain types,
+            and ``trust`` is False.
     """
     found = get_path(path)
     if found.is_file():
@@ -44,16 +44,16 @@ def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tup
 def read_whole_tensors(
     path: "str | AnyPath", names: Sequence[str], *, verify: bool = True, trust: bool = False
 ) -> dict[str, Tensor]:
-    """Read some of the tensors that :func:`list_tensors` names, on this process alone.
+    """Read some tensors of a checkpoint whole, in this process alone. :func:`list_tensors` returns their names.
 
     Args:
         path: See :func:`list_tensors`.
         names: Names of the tensors to read.
-        verify: Whether data that is read from a directory is compared with its checksums.
+        verify: Whether to compare the data of a directory with its checksums.
         trust: See :func:`list_tensors`.
 
     Returns:
-        The tensors, whole and in host memory. Tensors of a file are memory-mapped: they are read when they are used.
+        The tensors, whole and in host memory. Tensors of a single file are memory-mapped, so they are read when used.
 
     Raises:
         ValueError: When the data is damaged.
@@ -73,7 +73,7 @@ def read_whole_tensors(
 
 
 def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Description]:
-    """Return a checkpoint's descriptions of its Hugging Face models; empty if other software saved the checkpoint."""
+    """Return a checkpoint's descriptions of its Hugging Face models. Empty if other software wrote the checkpoint."""
     found = get_path(path)
     if found.is_file():
         descriptions: list[Description] = read_file(found, with_optimizers=False, trust=trust).get(DESCRIPTIONS_KEY, [])
@@ -83,7 +83,7 @@ def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Des
 
 
 def read_left_out(path: "str | AnyPath", *, trust: bool = False) -> list[LeftOut]:
-    """Return the frozen weights that a checkpoint leaves out, by pretrained model; most checkpoints leave none out."""
+    """Return the frozen weights that a checkpoint does not hold, by pretrained model. Most checkpoints hold all."""
     found = get_path(path)
     if found.is_file():
         checkpoint = read_file(found, with_optimizers=False, trust=trust)
@@ -99,6 +99,6 @@ def _map_file(path: AnyPath, trust: bool) -> dict[str, Tensor]:
 
 
 def _get_keys(metadata: Metadata) -> dict[str, str]:
-    """Map names in the state dict to DCP's flat keys."""
+    """Return DCP's flat key of each name in the state dict."""
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data
     return {path[1]: key for key, path in paths.items() if path[0] == _STATE_DICT and len(path) == 2}

@@ -146,7 +146,7 @@ def test_bad_paths_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"file\.ckpt' is a single file already"):
         consolidate_checkpoint(tmp_path / "file.ckpt", tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match=r"output='.*' is a directory; name the file to write"):
+    with pytest.raises(ValueError, match=r"output='.*' is a directory; give the path of a file"):
         consolidate_checkpoint(source, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint '.*absent'"):
         consolidate_checkpoint(tmp_path / "absent", tmp_path / "b.ckpt")

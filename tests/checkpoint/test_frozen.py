@@ -237,9 +237,11 @@ def check_files_are_read_again(
     broken_rank = None
     train_on(make_module(base))
     with pytest.raises(
-        ValueError, match=r"leaves \d+ frozen weights to .*base', but this run has read another, '.*other'"
+        ValueError, match=r"not hold \d+ frozen weights of .*base', but this run has read a different model, '.*other'"
     ):
         train_on(make_module(other))
-    with pytest.raises(ValueError, match=r"leaves \d+ frozen weights to .*which this run has not read, or trains"):
+    with pytest.raises(
+        ValueError, match=r"not hold \d+ frozen weights of .*and this run has not read them either, or trains"
+    ):
         train_on(CausalLM(config=LLAMA, lora={"r": 4}))
     return weights

@@ -491,7 +491,7 @@ def test_a_path_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no checkpoint '.*absent\.ckpt'"):
         export_hf(tmp_path / "absent.ckpt", tmp_path / "out")
     (tmp_path / "damaged.ckpt").write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match=r"damaged\.ckpt' is truncated, or no file"):
+    with pytest.raises(ValueError, match=r"damaged\.ckpt' is truncated, or was not written by `torch.save`"):
         export_hf(tmp_path / "damaged.ckpt", tmp_path / "out")
     save_checkpoint(tmp_path / "half.ckpt", make_llama())
     data = tmp_path / "half.ckpt" / "__0_0.distcp"

@@ -333,7 +333,7 @@ class WithObject(pl.LightningModule):
 def test_objects_are_loaded_from_trusted_checkpoints_only(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": {"path": OBJECT}}, path)
-    with pytest.raises(ValueError, match=r"objects beyond tensors.*`trust_checkpoint=True`"):
+    with pytest.raises(ValueError, match=r"objects other than tensors.*`trust_checkpoint=True`"):
         load_from_checkpoint(WithObject, path)
     for trust in ({"trust_checkpoint": True}, {"weights_only": False}):
         assert load_from_checkpoint(WithObject, path, **trust).hparams["path"] == OBJECT

@@ -1,1 +1,1 @@
-"""Files of a checkpoint on disk: drafts that are published whole, checksummed chunks, and their readers and writers."""
+"""Files of a checkpoint on disk: drafts that become visible when complete, and chunks with checksums."""

@@ -1,11 +1,11 @@
-"""Chunks of checkpoint files: each is a rank's part of one tensor, with a checksum to compare on reading.
+"""Chunks of checkpoint files. A chunk is a rank's part of one tensor, and has a checksum to verify it when it is read.
 
-``checksums.json`` has the checksums by file and by the chunk's offset in bytes::
+``checksums.json`` contains the checksums by file, and by the chunk's offset in bytes::
 
     {"__0_0.distcp": {"0": "06f24c8b2a5f3a0c...", "17216": "99aa06d3014798d8..."}}
 
-A checksum covers the content of a chunk: a rank can verify what it has read without reading it again. A file as a whole
-has no checksum, since a rank reads only some of its chunks.
+Each chunk has a checksum of its own, so that a rank can verify the chunks that it has read. A checksum of the whole
+file would require reading all chunks.
 """
 
 import io
@@ -22,7 +22,7 @@ from lightning_fsdp2.checkpoint.files.drafts import AnyPath
 CHECKSUMS_FILE = "checksums.json"
 
 CHECKSUM = "xxh3_128"
-"""Key of a file's checksum in ``meta.json``: XXH3 of 128 bits, in hexadecimal, like those of chunks."""
+"""Key of a file's checksum in ``meta.json``, which is XXH3 of 128 bits in hexadecimal, like the checksums of chunks."""
 
 _BLOCK_SIZE = 1 << 20
 
@@ -80,7 +80,7 @@ def describe_bytes(data: bytes) -> dict[str, Any]:
 
 
 def describe_file(path: AnyPath) -> dict[str, Any]:
-    """Return the same as :func:`describe_bytes` for a file of any size, reading it block by block."""
+    """Return the size and the checksum of a file of any size, for ``meta.json``. The file is read block by block."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_SIZE):
@@ -90,7 +90,7 @@ def describe_file(path: AnyPath) -> dict[str, Any]:
 
 
 def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
-    """Return the checksums of a directory's chunks by file and offset; empty for directories of older versions."""
+    """Return the checksums of a directory's chunks by file and offset. Empty for directories of older versions."""
     file = path / CHECKSUMS_FILE
     if not file.exists():
         return {}
@@ -99,12 +99,13 @@ def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
 
 
 def raise_damaged(path: AnyPath, names: list[str]) -> None:
-    """Raise an error if there are damaged files.
+    """Raise an error about damaged files if ``names`` is not empty.
 
     Raises:
-        ValueError: With the names of the files.
+        ValueError: When there are names. The message lists them.
     """
     if names:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {', '.join(names)} is not what was written. Use an earlier one."
+            f"The checkpoint {str(path)!r} is damaged: {', '.join(names)} has changed since it was written. Use an"
+            " earlier checkpoint."
         )

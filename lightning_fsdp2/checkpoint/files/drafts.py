@@ -1,16 +1,17 @@
-"""Checkpoints that are complete or absent: written to a hidden draft, synced to disk, then renamed.
+"""Atomic writes of checkpoints: each is written to a hidden draft, synced to disk, and then renamed.
 
-While ``runs/step=100.ckpt`` is being written, ``runs`` holds::
+While ``runs/step=100.ckpt`` is being written, ``runs`` contains::
 
-    .saving-1f2e3d4c.lock            locked by the process that saves, for as long as it lives
+    .saving-1f2e3d4c.lock            locked by the saving process as long as it lives
     .saving-1f2e3d4c/step=100.ckpt   the draft
     .saving-1f2e3d4c/.saving-replaced/
-                                     the checkpoint that had the name before, if the system cannot exchange two
+                                     the previous checkpoint of that name, if the system cannot exchange two
                                      directories
 
-A checkpoint that is to be removed is first moved into a folder like this, so that no part of it stays under its name.
+To remove a checkpoint, it is first moved into such a hidden folder, so that an interrupted removal leaves no part of it
+under its name.
 
-Object stores cannot exchange names. A checkpoint there is written in place, and is complete once it has its
+Object stores cannot rename files. A checkpoint there is written in place, and is complete once it has its
 ``meta.json``, which is written last.
 """
 
@@ -36,7 +37,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # used by older versions; a checkpoint may have this name too
+_OLD_REPLACED = "replaced"  # name in older versions, which a checkpoint may also have
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -48,7 +49,7 @@ _HEAD_SIZE = 512
 
 
 def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
-    """Return a local path, or one in any store that fsspec knows (``s3://bucket/run/last.ckpt``)."""
+    """Return a path object for a local path, or for a URL that fsspec supports, such as ``s3://bucket/last.ckpt``."""
     if isinstance(path, Path | UPath):
         return path
     found = UPath(path)
@@ -56,7 +57,7 @@ def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
 
 
 def is_local(path: AnyPath) -> TypeIs[Path]:
-    """Return whether ``path`` is in the file system."""
+    """Return whether ``path`` is in the file system, not in an object store."""
     return isinstance(path, Path)
 
 
@@ -67,7 +68,7 @@ class Draft:
         target: Final path of the checkpoint.
 
     Raises:
-        OSError: When the folder of ``target`` cannot be made or written to.
+        OSError: When the folder of ``target`` cannot be created or written to.
 
     Attributes:
         path: Path of the directory or file to write, which does not exist yet.
@@ -83,14 +84,14 @@ class Draft:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"The folder {str(folder)!r} of the checkpoint {_get_reason(error)}; choose another one"
+                f"The folder {str(folder)!r} of the checkpoint {_get_reason(error)}; choose another folder"
                 " (ModelCheckpoint(dirpath=...), Trainer(default_root_dir=...))",
                 str(folder),
             ) from error
         self.path = self._container.path / target.name
 
     def publish(self) -> None:
-        """Give the draft its final name, and replace what has that name now. The draft's files must be on disk."""
+        """Rename the draft to its final path, replacing an older checkpoint. The draft must be synced to disk."""
         if _is_folder(self.path):
             sync_folder(self.path)
         sync_folder(self._container.path)
@@ -99,46 +100,46 @@ class Draft:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what is left of the draft."""
+        """Remove the draft's hidden folder with all remaining files."""
         self._container.discard()
 
 
 class StoreDraft:
-    """A draft in an object store, where it has its final name from the start."""
+    """A checkpoint that is being written to an object store, under its final name from the start."""
 
     def __init__(self, target: UPath) -> None:
         _remove_from_store(target)
         self.path = target
 
     def publish(self) -> None:
-        """Do nothing: the draft's ``meta.json`` has been written, which completes it."""
+        """Do nothing, because the last written file, ``meta.json``, has already completed the checkpoint."""
 
     def discard(self) -> None:
-        """Remove what has been written of the draft."""
+        """Remove all files that have been written."""
         _remove_from_store(self.path)
 
 
 def start_draft(target: AnyPath) -> Draft | StoreDraft:
-    """Start the draft of ``target``, in the file system or in an object store.
+    """Start to write the checkpoint ``target``, in the file system or in an object store.
 
     Raises:
-        FileExistsError: When ``target`` exists, is not a checkpoint, and would be lost.
-        OSError: When the folder of ``target`` cannot be made or written to.
+        FileExistsError: When ``target`` exists and is not a checkpoint, so that it must not be replaced.
+        OSError: When the folder of ``target`` cannot be created or written to.
     """
     _check_replaceable(target)
     return Draft(target) if is_local(target) else StoreDraft(target)
 
 
 def clean_folder(folder: AnyPath) -> None:
-    """Remove the drafts of processes that have died, and undo replacements that they did not finish."""
+    """Remove drafts of dead processes from ``folder``, and restore the checkpoints that they were replacing."""
     if not is_local(folder):
         return
     for lock_file in folder.glob(f"{_PREFIX}*.lock"):
         try:
             lock = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another process was faster, or the file is another user's
+        except OSError:  # another process has removed it, or it belongs to another user
             continue
-        # an error means that the process is alive, or that this file system has no locks
+        # locking fails if the process is alive, or if the file system has no locks
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clean(lock_file.with_suffix(""))
@@ -146,7 +147,7 @@ def clean_folder(folder: AnyPath) -> None:
 
 
 def remove_checkpoint(path: str | AnyPath) -> None:
-    """Remove a checkpoint directory, a single file, or a link to either, but not the target of a link."""
+    """Remove a checkpoint directory, a single file, or a link. The target of a link is kept."""
     found = get_path(path)
     if not is_local(found):
         _remove_from_store(found)
@@ -168,11 +169,11 @@ def remove_checkpoint(path: str | AnyPath) -> None:
 
 
 def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
-    """Make ``link`` point to ``target`` atomically: a reader finds the old checkpoint or the new one.
+    """Make ``link`` point to ``target`` atomically, so that a reader always finds a checkpoint.
 
     Args:
         target: Path of a checkpoint.
-        link: Path of the link; an existing link or checkpoint is replaced.
+        link: Path of the link. An existing link or checkpoint is replaced.
 
     Raises:
         FileExistsError: When ``link`` exists and is neither a link nor a checkpoint.
@@ -185,14 +186,14 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
 
 
 def check_free_space(path: AnyPath, size: int) -> None:
-    """Refuse a save that the disk has no room for, before anything is written.
+    """Refuse a save for which the disk has not enough free space, before anything is written.
 
     Args:
         path: Path of the checkpoint.
         size: Size of the checkpoint, in bytes.
 
     Raises:
-        OSError: When there is not enough room; the error gives both sizes.
+        OSError: When there is not enough space. The message gives both sizes.
     """
     if not is_local(path):
         return
@@ -201,15 +202,15 @@ def check_free_space(path: AnyPath, size: int) -> None:
     if free < size:
         raise OSError(
             errno.ENOSPC,
-            f"The checkpoint needs {size / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB left; nothing was"
-            " written. Free some space, or keep fewer checkpoints (ModelCheckpoint(save_top_k=...)). One that is"
-            " replaced stays until the new one is complete",
+            f"The checkpoint needs {size / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.1f} MB left; nothing was"
+            " written. Free some space, or keep fewer checkpoints (ModelCheckpoint(save_top_k=...)). A replaced"
+            " checkpoint also needs its space until the new checkpoint is complete",
             str(path),
         )
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in ``folder`` to disk."""
+    """Sync the directory entries of ``folder`` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -218,7 +219,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _check_replaceable(target: AnyPath) -> None:
-    """Refuse to replace anything except a checkpoint (complete or not, of any origin) and an empty file or folder."""
+    """Refuse to replace a file or folder that is neither empty nor a checkpoint, complete or not."""
     if is_local(target) and target.is_symlink():
         return
     if target.is_dir():
@@ -231,28 +232,28 @@ def _check_replaceable(target: AnyPath) -> None:
     if not is_expendable:
         raise FileExistsError(
             errno.EEXIST,
-            f"There is a {kind} of that name which is no checkpoint, and saving would replace it; save under another"
-            " name, or move it away",
+            f"There is already a {kind} of that name which is not a checkpoint, and a save would replace it; save under"
+            f" another name, or move the {kind} away",
             str(target),
         )
 
 
 def _is_file_expendable(path: AnyPath) -> bool:
-    """Return whether a file is empty, or begins like one that ``torch.save`` wrote; other archives are kept."""
+    """Return whether a file is empty, or begins like a file from ``torch.save``, so that it may be replaced."""
     with path.open("rb") as file:
         head = file.read(_HEAD_SIZE)
     return not head or (head.startswith(_ARCHIVE) and _FIRST_RECORD in head)
 
 
 def _remove_in_place(path: Path) -> None:
-    """Remove a directory when there is no room for a container: first the files that every reader needs."""
+    """Remove a directory without moving it first, for a full disk. Files that every reader needs are removed first."""
     for name in (".metadata", SUMMARY_FILE):
         (path / name).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, and sync their names to disk."""
+    """Create a folder and its missing parents, and sync them to disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -269,17 +270,17 @@ def _get_reason(error: OSError) -> str:
 
 def _remove_from_store(path: UPath) -> None:
     if (path / SUMMARY_FILE).exists():
-        (path / SUMMARY_FILE).unlink()  # first: if this fails halfway, the rest is not a checkpoint
+        (path / SUMMARY_FILE).unlink()  # removed first, so that an incomplete rest is not taken for a checkpoint
     if path.exists():
         path.fs.rm(path.path, recursive=True)
 
 
 class _Container:
-    """A hidden folder beside the checkpoints. Its lock tells whether the process that made it is still alive."""
+    """Hidden folder next to the checkpoints, for a draft. Its lock shows whether the process that uses it is alive."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
-        # locked before the folder exists, or another process could think that this one has died
+        # lock before creating the folder, or another process could take this one for dead
         self._lock = _lock(_get_lock_file(self.path))
         try:
             self.path.mkdir()
@@ -288,7 +289,7 @@ class _Container:
             raise
 
     def discard(self) -> None:
-        """Remove the folder and its content; what cannot be removed is left to the next :func:`clean_folder`."""
+        """Remove the folder and its content. Files that cannot be removed are left to the next :func:`clean_folder`."""
         shutil.rmtree(self.path, ignore_errors=True)
         if not self.path.exists():
             _get_lock_file(self.path).unlink(missing_ok=True)
@@ -297,7 +298,7 @@ class _Container:
 
 def _clean(container: Path) -> None:
     for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
-        # without a draft of the same name, this is part of a checkpoint that is itself called `replaced`
+        # without a draft of the same name, this folder is part of a checkpoint that is called `replaced`
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)
@@ -306,11 +307,11 @@ def _clean(container: Path) -> None:
 
 
 def _replace(draft: Path, target: Path, replaced: Path) -> None:
-    """Put ``draft`` in the place of ``target``; a previous ``target`` ends up in the draft's container."""
+    """Rename ``draft`` to ``target``. An existing ``target`` is moved into the draft's hidden folder."""
     if not _exists(target) or not (_is_folder(draft) or _is_folder(target)):
         os.replace(draft, target)
     elif not _exchange(draft, target):
-        # if the process dies between the renames, the old checkpoint is left in the container: see `clean_folder`
+        # if the process dies between the renames, `clean_folder` restores the old checkpoint from here
         replaced.mkdir()
         target.rename(replaced / target.name)
         try:
@@ -321,9 +322,9 @@ def _replace(draft: Path, target: Path, replaced: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two paths atomically; return False if the system cannot (outside of Linux, on some mounts).
+    """Exchange two paths atomically. Return False if the system cannot do so.
 
-    Python's ``os.rename`` cannot replace a directory that is not empty.
+    Only Linux can, and not on all file systems. ``os.rename`` cannot replace a directory that is not empty.
     """
     renameat2: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
@@ -344,7 +345,7 @@ def _get_lock_file(container: Path) -> Path:
 
 
 def _lock(path: Path) -> int:
-    """Make ``path`` and lock it until the returned descriptor is closed or the process dies."""
+    """Create ``path`` and lock it until the returned descriptor is closed or the process dies."""
     while True:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
         try:
@@ -354,5 +355,5 @@ def _lock(path: Path) -> int:
         except FileNotFoundError:
             pass  # `clean_folder` in another process removed the file before it was locked here
         except OSError:
-            return descriptor  # no locks on this file system: `clean_folder` will leave its drafts alone
+            return descriptor  # without locks, `clean_folder` will not remove drafts here
         os.close(descriptor)

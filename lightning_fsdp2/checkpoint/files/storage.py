@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written with checksums to any store, and read without running code that is in them."""
+"""Writers and readers of checkpoint files, with checksums, for any store. Reading does not run code in the files."""
 
 import io
 import os
@@ -53,7 +53,7 @@ _METADATA_GLOBALS = {
 
 
 class DurableFile:
-    """A file that is written from start to end, and is on disk once it is closed.
+    """File that is written from start to end, and is synced to disk when it is closed.
 
     Args:
         path: Path of the file, which must not exist.
@@ -79,15 +79,15 @@ class DurableFile:
         return view.nbytes
 
     def _start_writeback(self) -> None:
-        """Start writing to disk now: otherwise the system collects gigabytes, and the final flush waits for them.
+        """Start to write cached data to disk, so that the final sync does not have to wait for gigabytes.
 
-        Pages that are on disk are dropped from the page cache. Finding new memory for a whole checkpoint would be slow,
-        and would evict the files that training reads.
+        Pages that are already on disk are dropped from the page cache. A whole checkpoint there would evict the files
+        that training reads.
         """
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        with suppress(OSError):  # it is only advice, which some file systems do not take
+        with suppress(OSError):  # only advice, which some file systems refuse
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
@@ -102,7 +102,7 @@ class DurableFile:
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         if self._failure is not None:
-            # `torch.save` would complain about the end of its archive instead
+            # raise the error of the failed write, because that of `torch.save` only says that its archive is incomplete
             with suppress(OSError):
                 self._file.close()
             raise self._failure
@@ -113,13 +113,13 @@ class DurableFile:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writer of this rank's part of a checkpoint: one file in a folder, written tensor by tensor, synced to disk.
+    """DCP storage writer that writes this rank's part of a checkpoint to one file, tensor by tensor.
 
     torch's own writer would keep a second copy of the shard on the host until the file is written.
 
     Attributes:
         sizes: Size in bytes of each file that this rank has written, by name.
-        checksums: Checksums of all ranks' chunks, by file and offset; available on rank 0 after the save.
+        checksums: Checksums of all ranks' chunks, by file and offset. Available on rank 0 after the save.
     """
 
     def __init__(self, folder: AnyPath) -> None:
@@ -145,7 +145,7 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep the checksums out of ``.metadata``, which other software reads too and which has no place for them."""
+        """Collect the chunks' checksums, and write ``.metadata`` without them, because other software reads it too."""
         hashed = [result.storage_data for written in results for result in written]
         for info in hashed:
             self.checksums.setdefault(info.relative_path, {})[info.offset] = info.checksum
@@ -158,12 +158,12 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reader of a checkpoint's folder in any store.
+    """DCP storage reader of a checkpoint directory, in any store.
 
     Args:
-        folder: Folder of the checkpoint.
-        trust: Whether ``.metadata``, a pickle, may name any class or function.
-        verify: Whether chunks that have checksums are compared with them when they are read.
+        folder: Directory of the checkpoint.
+        trust: Whether the pickle ``.metadata`` may name arbitrary classes and functions.
+        verify: Whether to compare each chunk with its checksum, if it has one.
     """
 
     def __init__(self, folder: AnyPath, *, trust: bool = False, verify: bool = False) -> None:
@@ -177,7 +177,7 @@ class CheckpointReader(FileSystemReader):
         """Read each chunk once, and compare it with its checksum.
 
         Raises:
-            ValueError: When a chunk is not what was written.
+            ValueError: When a chunk does not match its checksum.
         """
         checksums = read_checksums(cast(AnyPath, self.path)) if self._verify else {}
         if not checksums:
@@ -206,7 +206,7 @@ class CheckpointReader(FileSystemReader):
         return damaged
 
     def _open_files(self, keys: Iterable[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
-        """Yield the keys, in the order of their chunks in the files, each with its open file."""
+        """Yield each key with its open file, in the order of the chunks in the files."""
         places = {key: self.storage_data[key] for key in keys}
         ordered = sorted(places, key=lambda key: (places[key].relative_path, places[key].offset))
         for name, group in groupby(ordered, key=lambda key: places[key].relative_path):
@@ -218,14 +218,14 @@ class CheckpointReader(FileSystemReader):
         info = self.storage_data[key]
         archive = Chunk(file, info.offset, info.length)
         try:
-            if key.offset is None:  # not a tensor
+            if key.offset is None:  # an object, not a tensor
                 chunk: Tensor | io.BytesIO = io.BytesIO(archive.read())
             else:
                 chunk = torch.load(cast(Any, archive), map_location="cpu", weights_only=True)
             is_intact = compute_checksum(chunk) == checksums[info.relative_path][info.offset]
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # a damaged archive may raise anything
+        except Exception as error:  # a damaged archive may raise any exception
             raise make_damage_error(cast(AnyPath, self.path) / self._get_name(key), error) from error
         if not is_intact:
             raise_damaged(cast(AnyPath, self.path), [self._get_name(key)])
@@ -244,20 +244,22 @@ class CheckpointReader(FileSystemReader):
 
 
 def save_plain(value: Any, file: Any) -> None:
-    """Write an unsharded value with ``torch.save``. Numpy numbers become Python numbers, which load without trust.
+    """Write an unsharded value with ``torch.save``, with numpy numbers converted to Python numbers.
+
+    Python numbers can be loaded without trust, but numpy numbers cannot.
 
     Raises:
-        TypeError: When a DTensor hides in an object: only this rank's part of it would be saved.
+        TypeError: When an object contains a DTensor, because only this rank's part of it would be saved.
     """
     plain = tree_map_only(np.generic, lambda number: number.item(), value)
     torch.save(plain, file, pickle_module=_PlainPickle)
 
 
 def warn_of_objects(value: Any) -> None:
-    """Warn, once per process, if a checkpoint holds objects: it will be refused unless it is trusted.
+    """Warn once per process if a checkpoint holds objects, because it could then only be loaded with trust.
 
     Args:
-        value: Content of the checkpoint; its tensors are ignored.
+        value: Content of the checkpoint. Its tensors are ignored.
     """
     buffer = io.BytesIO()
     save_plain(tree_map_only(Tensor, lambda _: None, value), buffer)
@@ -267,15 +269,16 @@ def warn_of_objects(value: Any) -> None:
 
 
 def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
-    """Load into host memory a file that ``torch.save`` wrote.
+    """Load a file from ``torch.save`` into host memory.
 
     Args:
         path: Path of the file.
-        trust: Whether the file may hold any object, which can run code when it is loaded.
+        trust: Whether the file may hold arbitrary objects, which can run code when they are loaded.
         mmap: Whether to memory-map the tensors, if the file is local.
 
     Raises:
-        ValueError: When the file is damaged, or holds more than tensors and plain types and is not trusted.
+        ValueError: When the file is damaged. Also when it holds objects other than tensors and plain types, and
+            ``trust`` is False.
     """
     if mmap and is_local(path):
         return load_archive(lambda: path, path, trust=trust, mmap=True)
@@ -284,39 +287,40 @@ def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
 
 
 def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
-    """Load into host memory an archive that ``torch.save`` wrote; if trusted, also one that holds objects.
+    """Load an archive from ``torch.save`` into host memory.
 
     Args:
         open_archive: Function that returns the path of the archive, or an open file at its start.
-        path: Path of the checkpoint, for errors.
-        trust: Whether the archive may hold any object, which can run code when it is loaded.
+        path: Path of the checkpoint, for error messages.
+        trust: Whether the archive may hold arbitrary objects, which can run code when they are loaded.
         mmap: Whether to memory-map the tensors.
 
     Raises:
-        ValueError: When the archive is damaged, or holds more than tensors and plain types and is not trusted.
+        ValueError: When the archive is damaged. Also when it holds objects other than tensors and plain types, and
+            ``trust`` is False.
     """
     _check_pickle(open_archive(), path)
     options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
     try:
         return torch.load(open_archive(), weights_only=True, **options)
-    except pickle.UnpicklingError as error:  # the archive is intact, so this is a refusal
+    except pickle.UnpicklingError as error:  # torch refuses an object, since the archive is intact
         if not trust:
             raise make_trust_error(path, error) from error
     except (RuntimeError, ValueError) as error:
         raise make_damage_error(path, error) from error
     try:
         return torch.load(open_archive(), weights_only=False, **options)
-    except RuntimeError as error:  # from torch; the objects themselves may raise anything
+    except RuntimeError as error:  # raised by torch, whereas errors of the objects themselves pass
         raise make_damage_error(path, error) from error
 
 
 def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
     """Return the error for a file that cannot be parsed."""
-    return ValueError(f"The checkpoint {str(path)!r} is damaged ({get_reason(error)}); use an earlier one.")
+    return ValueError(f"The checkpoint {str(path)!r} is damaged ({get_reason(error)}); use an earlier checkpoint.")
 
 
 def get_reason(error: Exception) -> str:
-    """Describe the cause of an error, without torch's advice to trust a file whose pickle is damaged."""
+    """Describe an error in one line. torch's advice to trust a damaged pickle is left out."""
     is_advice = isinstance(error, pickle.UnpicklingError)
     return type(error).__name__ if is_advice else f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -324,7 +328,7 @@ def get_reason(error: Exception) -> str:
 def make_trust_error(path: Any, error: Exception) -> ValueError:
     """Return the error for a checkpoint that may run code when it is loaded."""
     return ValueError(
-        f"The checkpoint {str(path)!r} holds objects beyond tensors and plain types (hyper-parameters, most likely),"
+        f"The checkpoint {str(path)!r} holds objects other than tensors and plain types (probably hyper-parameters),"
         " which can run code when they are loaded. If you trust the file, pass `weights_only=False` to the Trainer's"
         " method or to `load_checkpoint`, or CheckpointConfig(trust_checkpoint=True) to the strategy, or"
         " `trust_checkpoint=True` to any other function, or `--trust_checkpoint=true` on the command line."
@@ -335,15 +339,16 @@ def make_trust_error(path: Any, error: Exception) -> ValueError:
 @cache
 def _warn_of_types(names: str) -> None:
     warnings.warn(
-        f"This run's checkpoints hold objects beyond tensors and plain types ({names}), and will not be loaded unless"
-        " they are trusted. Save plain types in hyper-parameters, callbacks and hooks (`str(path)`, `dict(values)`), or"
-        " set CheckpointConfig(trust_checkpoint=True); in a plain loop load with `weights_only=False`.",
+        f"This run's checkpoints hold objects other than tensors and plain types ({names}), and will not be loaded"
+        " unless they are trusted. Save plain types in hyper-parameters, callbacks and hooks (`str(path)`,"
+        " `dict(values)`), or set CheckpointConfig(trust_checkpoint=True); in a plain loop, load with"
+        " `weights_only=False`.",
         stacklevel=2,
     )
 
 
 class _PlainPickle:
-    """The part of the module pickle that ``torch.save`` needs."""
+    """Substitute for the module ``pickle`` with the parts that ``torch.save`` needs."""
 
     class Pickler(pickle.Pickler):
         """Pickler that refuses DTensors."""
@@ -351,8 +356,9 @@ class _PlainPickle:
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, DTensor):
                 raise TypeError(
-                    f"A hook or callback saves an object that holds a sharded tensor {tuple(value.shape)}. Save it in a"
-                    " dict, list or tuple of its own, so that all ranks save their parts, or whole: `.full_tensor()`."
+                    f"A hook or callback saves an object that contains a sharded tensor {tuple(value.shape)}. Save the"
+                    " tensor in a plain dict, list or tuple, so that all ranks save their parts, or save the whole"
+                    " tensor (`.full_tensor()`)."
                 )
             return NotImplemented
 
@@ -360,7 +366,7 @@ class _PlainPickle:
 
 
 class _Store(FileSystem):
-    """File access for torch's reader and writer, on the file system or any store that fsspec knows."""
+    """File access for DCP's reader and writer, in the file system or any object store that fsspec supports."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -392,7 +398,7 @@ class _Store(FileSystem):
 
 @dataclass
 class _HashedInfo(StorageInfo):
-    """Place and checksum of a chunk, sent to rank 0."""
+    """Place and checksum of a chunk, which each rank sends to rank 0."""
 
     checksum: str = ""
 
@@ -402,11 +408,11 @@ class _HashedInfo(StorageInfo):
 
 
 class RefusedError(pickle.UnpicklingError):
-    """Error for a ``.metadata`` that names a class or function other than those that it may consist of."""
+    """Error for a file ``.metadata`` that names a class or function that is not allowed in it."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that builds the classes that ``.metadata`` consists of, and nothing else."""
+    """Unpickler for ``.metadata`` that refuses all classes and functions except those that DCP writes there."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _METADATA_GLOBALS and not _is_metadata(module, name):
@@ -417,8 +423,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _check_pickle(archive: Any, path: AnyPath) -> None:
     """Refuse an archive whose pickle does not match its CRC-32, if it has one.
 
-    The pickle describes the content, and is small. Damage to it looks like objects that need trust, or like another
-    checkpoint.
+    Without this check, a damaged pickle could look like a checkpoint with objects that need trust.
     """
     try:
         with zipfile.ZipFile(archive) as file:
@@ -432,17 +437,17 @@ def _check_pickle(archive: Any, path: AnyPath) -> None:
 
 
 def _is_metadata(module: str, name: str) -> bool:
-    """Return whether a name is that of a dtype, or of a class that DCP's metadata or file system module defines."""
+    """Return whether DCP's ``.metadata`` may contain this class, which is a dtype or a class of certain DCP modules."""
     found = getattr({"torch": torch, **_METADATA_MODULES}.get(module), name, None)
     return isinstance(found, torch.dtype) or (isinstance(found, type) and found.__module__ == module != "torch")
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Run the block without ``torch.save``'s own checksums, which cost more than ours and are never compared.
+    """Run the block without the checksums of ``torch.save``, which are slower than ours and never compared.
 
-    In torch 2.11 the switch applies to the whole process. A background thread leaves it alone, since the user may be
-    saving something meanwhile.
+    In torch 2.11, the setting applies to the whole process. A background thread does not change it, since the user may
+    be saving another file.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -478,6 +483,6 @@ def _hand_over(chunk: Tensor | io.BytesIO, item: ReadItem, planner: LoadPlanner)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Return a host tensor whose storage holds its elements only, since ``torch.save`` writes whole storages."""
+    """Return a host tensor whose storage holds only its own elements, because ``torch.save`` writes whole storages."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().size() != tensor.nbytes else tensor

@@ -144,8 +144,8 @@ def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, 
     if blind := [rank for rank, does_see in enumerate(sees) if not does_see]:
         raise ValueError(
             f"ModelCheckpoint(dirpath={str(folder)!r}): all nodes must share the checkpoint folder, but a file"
-            f" from rank {describe_ranks([0], hosts)} does not appear on {describe_ranks(blind, hosts)}. Choose a folder"
-            " on a shared file system, or in an object store."
+            f" from rank {describe_ranks([0], hosts)} does not appear on {describe_ranks(blind, hosts)}. Choose a"
+            " folder on a shared file system, or in an object store."
         )
 
 

@@ -48,8 +48,8 @@ def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str |
             "The backward needs weights that were freed after their forward. One possible cause is a gradient of a"
             " gradient (`create_graph=True`): sharded weights have no second-order gradients, so train such a loss"
             " under a strategy that does not shard. Another possible cause is a module whose forward reads another"
-            " module's weights without calling that module: under MegatronFSDPStrategy, name the class that contains both"
-            " modules in `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`."
+            " module's weights without calling that module: under MegatronFSDPStrategy, name the class that contains"
+            " both modules in `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`."
         )
     is_lost = isinstance(exception, RuntimeError) and any(text in str(exception) for text in _PEER_IS_LOST)
     if is_lost and len(hosts) > 1:

@@ -109,7 +109,7 @@ def test_what_is_no_checkpoint_is_not_replaced(place: str, tmp_path: Path) -> No
             *([] if "store" in place else [lambda: folder.link_checkpoint(tmp_path / "a.ckpt", target)]),
         ):
             with pytest.raises(
-                FileExistsError, match=rf"There is a {kind} of that name which is no.*another name.*thesis'"
+                FileExistsError, match=rf"There is already a {kind} of that name which is not.*another name.*thesis'"
             ):
                 write()
         assert precious.read_bytes() == content
@@ -290,7 +290,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     path = tmp_path / "runs" / "a.ckpt"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=3_000_000))
     model = nn.Linear(1000, 1000)
-    with pytest.raises(OSError, match=r"needs 4\.0 MB and the disk has 3\.0 MB left; nothing was written"):
+    with pytest.raises(OSError, match=r"needs 4\.0 MB, but the disk has only 3\.0 MB left; nothing was written"):
         save_checkpoint(path, model)
     assert names(path.parent) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=5_000_000))
@@ -308,7 +308,7 @@ def test_nodes_that_share_no_folder_are_told_so(tmp_path: Path, monkeypatch: pyt
     def save() -> None:
         mesh = create_device_mesh()
         model = FSDP2Manager(FSDP2Config(), mesh).parallelize(nn.Sequential(nn.Linear(4, 4)))
-        with pytest.raises(FileNotFoundError, match=r"__1_0\.distcp .*rank 0 does not see.*that all nodes share"):
+        with pytest.raises(FileNotFoundError, match=r"__1_0\.distcp .*not visible on rank 0.*that all nodes share"):
             save_checkpoint(tmp_path / "shared" / "a.ckpt", model)
 
     run_ranks(save, 2)
