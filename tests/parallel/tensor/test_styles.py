@@ -501,7 +501,11 @@ def test_a_style_on_the_wrong_module_is_a_type_error_that_names_both() -> None:
         (RowWise(), nn.Embedding(4, 4), "Embedding is not a linear layer; the style RowWise"),
         (RowWise(), nn.Conv1d(4, 4, 1), "Conv1d is not a linear layer; the style RowWise"),
         (VocabularyEmbedding(), nn.Linear(4, 4), r"Linear is not an nn\.Embedding; the style VocabularyEmbedding"),
-        (FeatureEmbedding(), nn.EmbeddingBag(4, 4), r"EmbeddingBag is not an nn\.Embedding; the style FeatureEmbedding"),
+        (
+            FeatureEmbedding(),
+            nn.EmbeddingBag(4, 4),
+            r"EmbeddingBag is not an nn\.Embedding; the style FeatureEmbedding",
+        ),
         (VocabularyEmbedding(), nn.Embedding(4, 4, max_norm=1.0), "max_norm, sparse or scale_grad_by_freq"),
         (VocabularyEmbedding(), nn.Embedding(4, 4, scale_grad_by_freq=True), "max_norm, sparse or scale_grad_by_freq"),
         (FeatureEmbedding(), nn.Embedding(4, 4, sparse=True), "max_norm, sparse or scale_grad_by_freq"),
