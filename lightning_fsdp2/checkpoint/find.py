@@ -5,7 +5,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp2.checkpoint.directory import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
 from lightning_fsdp2.checkpoint.files.chunks import (
     CHECKSUM,
     CHECKSUMS_FILE,
@@ -19,6 +18,7 @@ from lightning_fsdp2.checkpoint.files.storage import (
     make_damage_error,
     make_trust_error,
 )
+from lightning_fsdp2.checkpoint.formats.directory import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
 
 _SMALL_FILES = (".metadata", METADATA_FILE)
 _CHECKED_FILES = (*_SMALL_FILES, CHECKSUMS_FILE)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2.checkpoint.directory import read_directory
 from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.formats.directory import read_directory
+from lightning_fsdp2.checkpoint.formats.single_file import read_file
 from lightning_fsdp2.checkpoint.frozen import LeftOut, put_back_frozen
-from lightning_fsdp2.checkpoint.single_file import read_file
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import has_own_loading, is_of_torch

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fsdp2.checkpoint.directory import take_snapshot, write_snapshot
 from lightning_fsdp2.checkpoint.files.drafts import get_path
+from lightning_fsdp2.checkpoint.formats.directory import take_snapshot, write_snapshot
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states, read_checkpoint
 from lightning_fsdp2.checkpoint.state import get_optimizer_state

@@ -15,7 +15,6 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.asynchronous import BackgroundWriter
-from lightning_fsdp2.checkpoint.directory import take_snapshot, write_snapshot
 from lightning_fsdp2.checkpoint.files.drafts import (
     AnyPath,
     clean_folder,
@@ -24,8 +23,9 @@ from lightning_fsdp2.checkpoint.files.drafts import (
     link_checkpoint,
     remove_checkpoint,
 )
+from lightning_fsdp2.checkpoint.formats.directory import take_snapshot, write_snapshot
+from lightning_fsdp2.checkpoint.formats.single_file import gather_whole, write_file
 from lightning_fsdp2.checkpoint.loading import read_checkpoint
-from lightning_fsdp2.checkpoint.single_file import gather_whole, write_file
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.ranks.coordination import get_rank, on_first_rank
 from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_fsdp2.checkpoint.formats.single_file import gather_state
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut, describe_left_out, leave_out_frozen
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states
-from lightning_fsdp2.checkpoint.single_file import gather_state
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.compat.ledger import get_ledger
 from lightning_fsdp2.compat.lightning import is_accumulating

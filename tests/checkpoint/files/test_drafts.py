@@ -18,7 +18,7 @@ from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_
 from lightning_fsdp2.checkpoint import directory as distributed
 from lightning_fsdp2.checkpoint.files import drafts as folder
 from lightning_fsdp2.checkpoint.files import storage
-from lightning_fsdp2.checkpoint.single_file import write_file
+from lightning_fsdp2.checkpoint.formats.single_file import write_file
 
 
 class Usage(NamedTuple):

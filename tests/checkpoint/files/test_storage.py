@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_fsdp2 import load_checkpoint, save_checkpoint, verify_checkpoint
-from lightning_fsdp2.checkpoint.directory import call_dcp
 from lightning_fsdp2.checkpoint.files import storage
 from lightning_fsdp2.checkpoint.files.storage import CheckpointReader, DurableFile
+from lightning_fsdp2.checkpoint.formats.directory import call_dcp
 
 
 class Bomb:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.checkpoint.directory import get_optimizer_keys, get_optimizer_states
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath, check_free_space, start_draft
 from lightning_fsdp2.checkpoint.files.storage import DurableFile, load_pickled, save_plain, warn_of_objects
+from lightning_fsdp2.checkpoint.formats.directory import get_optimizer_keys, get_optimizer_states
 from lightning_fsdp2.checkpoint.nested import map_tensors
 from lightning_fsdp2.checkpoint.state import number_parameters
 from lightning_fsdp2.ranks.coordination import get_rank, on_every_rank, on_first_rank
