@@ -152,7 +152,7 @@ def test_configs_may_be_replaced_before_a_run() -> None:
 def test_sizes_are_known_to_a_trainer_that_has_not_started() -> None:
     trainer = make_trainer(FSDP2Strategy(config=FSDP2Config()))
     assert (trainer.strategy.sizes.dp, trainer.strategy.sizes.tp) == (1, 1)
-    with pytest.raises(RuntimeError, match="device mesh exists once"):
+    with pytest.raises(RuntimeError, match="no device mesh yet"):
         _ = trainer.strategy.full_device_mesh
 
 
