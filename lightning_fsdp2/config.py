@@ -1,11 +1,11 @@
-"""Flags of the distributed strategies: what a run should do, apart from its sizes.
+"""Configs with the flags of each distributed strategy, and with the options of checkpoints.
 
-Sizes (``dp_size``, ``tp_size``, ...) go directly on the strategy or on ``create_device_mesh``; a config holds only the
-flags of one strategy. Making a config has no side effect: its values are checked and normalised, nothing else.
-The code that uses a flag checks whether the flag fits the model, the mesh and the machine.
+Sizes such as ``dp_size`` and ``tp_size`` are not part of a config. They are arguments of the strategy and of
+``create_device_mesh``. Creating a config only checks and normalises its values. Whether a flag fits the model, the mesh
+and the machine is checked later, by the code that uses the flag.
 
-A wrong value is a ``ValueError``, a wrong type a ``TypeError``. Either message names the option, its value, the rule
-and the remedy. The docstring under a field is its help text on the command line.
+A wrong value raises a ``ValueError``, and a wrong type a ``TypeError``. Each message names the option, its value, the
+rule and the remedy. The docstring under a field is its help text on the command line.
 """
 
 import warnings
@@ -39,7 +39,7 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def dtype_from_str(name: str) -> torch.dtype:
-    """Return the dtype that ``name`` spells: torch's names with or without ``torch.``, and bf16, fp16 and fp32.
+    """Return the torch dtype called ``name``, such as ``"float32"``, ``"torch.bfloat16"``, ``"bf16"`` or ``"fp16"``.
 
     Raises:
         ValueError: If torch has no such dtype.
@@ -56,10 +56,10 @@ def dtype_from_str(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A field that is accepted by name only, so that the error can say what to use."""
+    """Rule for a field that must keep its default. The field exists so that the error can name the alternative."""
 
     allowed: object
-    """The only value that is not refused."""
+    """The default, which is the only accepted value."""
 
     reason: str
     remedy: str
@@ -69,8 +69,8 @@ class _Refusal:
 _REFUSED = {
     ("FSDP2Config", "use_hf_tp_plan"): _Refusal(
         allowed=None,
-        reason="is an option of the past",
-        remedy='use tp_plan="hf" for the plan of the Hugging Face model, tp_plan=None for ours.',
+        reason="is no longer an option",
+        remedy='use tp_plan="hf" for the plan of the Hugging Face model, or tp_plan=None for our plan.',
         error=TypeError,
     ),
     ("MegatronFSDPConfig", "sequence_parallel"): _Refusal(
@@ -86,25 +86,29 @@ _REFUSED = {
     ("MegatronFSDPConfig", "average_in_collective"): _Refusal(
         allowed=False,
         reason="fails in megatron-fsdp for models without Megatron's own expert parallelism",
-        remedy="leave it False: gradients are scaled before they are summed, to the same mean.",
+        remedy="leave it False: gradients are scaled before they are summed, which gives the same mean.",
     ),
 }
-"""Fields that exist to be refused, by config and name."""
+"""Fields that must keep their default, by config and name."""
 
 
 class _Flags:
-    """Methods that the configs share."""
+    """Base class of the configs, with their common methods."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name. The copy is shallow: policy objects and plans are not copied."""
         return {flag.name: getattr(self, flag.name) for flag in fields(self)}  # type: ignore[arg-type]
 
     def _set(self, name: str, value: object) -> None:
-        """Set a field of the frozen dataclass; only for use while it is being created."""
+        """Set a field of the frozen dataclass. Only ``__post_init__`` may call this."""
         object.__setattr__(self, name, value)
 
     def _check_refused(self, **init_only: object) -> None:
-        """Refuse the fields of ``_REFUSED``; ``init_only`` has the values of those that the config does not keep."""
+        """Refuse other values than the default for the fields in ``_REFUSED``.
+
+        Args:
+            init_only: Values of the ``InitVar`` fields, which the config does not store.
+        """
         configs = {base.__name__ for base in type(self).__mro__}
         for name, refusal in ((name, refusal) for (config, name), refusal in _REFUSED.items() if config in configs):
             value = init_only[name] if name in init_only else getattr(self, name)
@@ -112,7 +116,7 @@ class _Flags:
                 raise refusal.error(f"{name}={value!r} {refusal.reason}; {refusal.remedy}")
 
     def _check_bools(self) -> None:
-        """Refuse a flag that is not a bool: a string such as ``"false"`` would count as true wherever it is read."""
+        """Refuse values that are not bools for bool flags, because a string such as ``"false"`` would count as true."""
         for flag in fields(self):  # type: ignore[arg-type]
             value = getattr(self, flag.name)
             if flag.type is bool and not isinstance(value, bool):
@@ -127,98 +131,103 @@ class FSDP2Config(_Flags):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is not one of those that the field's text names.
+        ValueError: If a value is not allowed for its field.
     """
 
     sequence_parallel: bool = False
-    """Whether the tensor parallel plan also shards the activations between its layers along the sequence."""
+    """Whether tensor parallelism also shards the activations between the parallel layers along the sequence."""
 
     tp_plan: dict[str, str | ParallelStyle] | str | None = None
-    """Tensor parallel plan. None takes the plan registered for the model's class or family, else ours for the family,
-    else the Hugging Face model's own plan; "hf" always takes the model's own. A dict maps module names, relative to
-    the Hugging Face model, to styles. Any other string is the import path of such a dict, or of a function that takes
-    the model and returns a dict. In Python, the function itself can be given."""
+    """Tensor parallel plan. None uses the plan registered for the model's class or family. If there is none, it uses
+    this package's plan for the family, and otherwise the Hugging Face model's own plan. "hf" always uses the model's
+    own plan. A dict maps module names, relative to the Hugging Face model, to styles. Any other string is the import
+    path of such a dict, or of a function that takes the model and returns a dict. In Python, the function itself can be
+    given."""
 
     patch_is_packed_sequence: bool = False
-    """Whether transformers' test for packed sequences is replaced by a constant False during the run. This saves one
-    GPU-to-CPU sync per forward (with flash attention, one per layer at batch size 1), and keeps shapes static for
-    torch.compile. Leave it off for packed sequences, since attention would mix their documents: batches with
-    position_ids that restart are refused. With CausalLM, only batches with position_ids need the flag."""
+    """Whether transformers' test for packed sequences always returns False during the run. This saves one GPU-to-CPU
+    sync per forward, or one per layer with flash attention at batch size 1. It also keeps shapes static for
+    torch.compile. Leave this flag off for packed sequences, because attention would mix their documents. Batches with
+    position_ids that restart are therefore refused. With CausalLM, only batches with position_ids need the flag."""
 
     mp_policy: MixedPrecisionPolicy | None = None
-    """Dtypes of the FSDP units. None leaves them to Trainer(precision=...); a policy overrides a Trainer precision of
-    32-true. A mapping of the policy's fields can be given instead, with dtypes or their names. A policy that sets
-    param_dtype but no reduce_dtype reduces gradients in float32."""
+    """Mixed-precision policy of the FSDP units. None uses the dtypes of Trainer(precision=...). A policy overrides a
+    Trainer precision of 32-true. A mapping of the policy's fields to dtypes or their names can be given instead. A
+    policy that sets param_dtype but no reduce_dtype reduces gradients in float32."""
 
     offload_policy: bool | CPUOffloadPolicy | None = None
-    """Whether parameters, gradients and optimizer states live in CPU memory. True stands for CPUOffloadPolicy(), a
-    mapping such as {pin_memory: false} for a policy with these fields. The config then holds the policy, or None."""
+    """Whether parameters, gradients and optimizer states are kept in CPU memory. True stands for CPUOffloadPolicy(). A
+    mapping such as {pin_memory: false} stands for a policy with these fields. The config stores the policy, or None
+    for no offloading."""
 
     autocast_dtype: torch.dtype | None = None
-    """Dtype of torch.autocast: if set (to bfloat16), forward runs under autocast, on the model's device type. Together
-    with output_dtype=float32 in mp_policy, the residual stream stays in float32 while matrix products do not. If
-    mp_policy also sets param_dtype to bfloat16, weights are gathered in bfloat16 and autocast need not cast them."""
+    """Dtype of torch.autocast. If it is set to bfloat16, the only supported dtype, forward runs under autocast on the
+    model's device type. With output_dtype=float32 in mp_policy, the residual stream then stays in float32, while matrix
+    products run in bfloat16. If mp_policy also sets param_dtype to bfloat16, weights are gathered in bfloat16, and
+    autocast does not need to cast them."""
 
     activation_checkpointing: ActivationCheckpointing = False
-    """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" does so too, but keeps the results of fused attention, of reductions over ranks and of every second
-    matrix product, as far as backward reads them."""
+    """Activation checkpointing. False keeps all activations. True or "full" recomputes each layer in backward.
+    "selective" also recomputes each layer, but keeps the results of fused attention, of reductions over ranks and of
+    every second matrix product, if backward needs them."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
-    """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
+    """Parts of the model to which activation_checkpointing applies. This is "all", or one or several of "language",
     "vision", "audio" and "multimodal"."""
 
     defer_fsdp_grad_sync: bool = True
-    """Whether gradients are reduced only in the last micro-batch of an accumulation window. That costs memory for
-    unsharded gradients; False reduces and shards them in every micro-batch."""
+    """Whether gradients are reduced only in the last micro-batch of an accumulation window. This needs memory for
+    unsharded gradients. False reduces and shards the gradients in every micro-batch."""
 
     reshard_after_forward: bool | int | None = None
-    """Whether a unit's parameters are freed between forward and backward. None frees all but those of the last layer
-    and the head, which backward needs first; True frees all; False none (less traffic, more memory); an int leaves the
-    head gathered, and shards the layers over groups of that many ranks."""
+    """Whether a unit's parameters are freed between forward and backward. None frees all parameters except those of the
+    last layer and the head, which backward needs first. True frees all parameters. False frees none, which needs less
+    communication but more memory. An int keeps the head gathered, and shards the layers over groups of that many
+    ranks."""
 
     loss_parallel: bool = False
-    """Whether, under tensor parallelism, the logits stay sharded along the vocabulary, as a DTensor, and the loss is
-    computed on the shards."""
+    """Whether the logits stay sharded along the vocabulary under tensor parallelism, so that the loss is computed on
+    the shards. The logits are then a DTensor."""
 
     context_parallel_method: ContextParallelMethod = "auto"
-    """Method by which attention sees the whole sequence under context parallelism: "allgather" gathers keys and values,
-    "ulysses" exchanges heads for sequence, "auto" chooses by the model and the mesh."""
+    """Method that lets attention see the whole sequence under context parallelism. "allgather" gathers keys and values.
+    "ulysses" gives each rank the whole sequence for some of the heads. "auto" chooses by the model and the mesh."""
 
     context_parallel_inputs: dict[str, int | None] = field(default_factory=dict)
-    """Additional tensors that the model's forward takes under context parallelism: each name with the dim in which the
-    tensor has one value per position, such as {span_ids: 1}. null leaves a tensor whole."""
+    """Additional arguments of the model's forward to shard under context parallelism. Each name is mapped to the dim in
+    which the tensor has one value per position, such as {span_ids: 1}. A tensor that is mapped to null stays whole."""
 
     backend: str | None = None
-    """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
-    by the device type."""
+    """Backend of the process group, such as "nccl", "gloo", or one per device type, as in "cpu:gloo,cuda:nccl". None
+    chooses the backend by the device type."""
 
     bind_device_id: bool = False
-    """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, which shows a bad network at once. It creates the mesh's groups by splitting its
-    communicator, instead of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    """Whether the process group is bound to the rank's device, as by device_id of torch's init_process_group. NCCL then
+    connects the ranks at the start, which shows network errors at once. It also creates the mesh's groups by splitting
+    one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
+    not gloo."""
 
     enable_async_tensor_parallel: bool = False
-    """Whether torch.compile overlaps the collectives of tensor parallel with its matrix products, on CUDA devices that
-    reach each other's memory (NVLink). It needs tp_size > 1, sequence_parallel and enable_compile, and turns the last
-    two on with a warning if they are off."""
+    """Whether torch.compile overlaps the collectives of tensor parallelism with matrix products. This needs tp_size > 1
+    and CUDA devices that can access each other's memory (NVLink). It also needs sequence_parallel and enable_compile,
+    and turns them on, with a warning if they are off."""
 
     enable_compile: bool = False
-    """Whether each transformer layer is compiled with torch.compile, and so is the loss of CausalLM and of
-    token_mean_loss, except with loss_parallel. Parameter names do not change."""
+    """Whether each transformer layer is compiled with torch.compile. The loss of CausalLM and of token_mean_loss is
+    compiled too, except with loss_parallel. Parameter names do not change."""
 
     enable_fsdp2_prefetch: bool = True
-    """Whether the all-gathers of the next layers are issued explicitly, ahead of their use."""
+    """Whether the parameters of the next layers are explicitly all-gathered before they are needed."""
 
     fsdp2_backward_prefetch_depth: int = 2
-    """Number of layers whose parameters are gathered ahead in backward. 1 needs less memory and hides less of the
-    all-gather; 0 leaves prefetching to FSDP."""
+    """Number of layers whose parameters are gathered ahead in backward. 1 needs less memory but hides less of the
+    all-gather. 0 leaves prefetching to FSDP."""
 
     fsdp2_forward_prefetch_depth: int = 1
     """Number of layers whose parameters are gathered ahead in forward. 0 leaves prefetching to FSDP."""
 
     use_hf_tp_plan: InitVar[bool | None] = None
-    """Refused: the earlier spelling of tp_plan="hf"."""
+    """Former name of tp_plan="hf", which is refused."""
 
     def __post_init__(self, use_hf_tp_plan: bool | None) -> None:
         self._check_bools()
@@ -239,8 +248,8 @@ class FSDP2Config(_Flags):
         missing = [name for name in ("sequence_parallel", "enable_compile") if not getattr(self, name)]
         if self.enable_async_tensor_parallel and missing:
             warnings.warn(
-                f"enable_async_tensor_parallel=True needs {' and '.join(f'{name}=True' for name in missing)}, which it "
-                "turns on; set that yourself to avoid this warning.",
+                f"enable_async_tensor_parallel=True needs {' and '.join(f'{name}=True' for name in missing)}, which is "
+                "now turned on; set it in the config to avoid this warning.",
                 stacklevel=3,
             )
             for name in missing:
@@ -253,38 +262,39 @@ class MegatronFSDPConfig(_Flags):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is not one of those that the field's text names, or is refused.
+        ValueError: If a value is not allowed for its field.
     """
 
     sequence_parallel: bool = False
-    """Refused: Megatron-FSDP has no tensor parallelism here."""
+    """Flag that must stay False, because tensor parallelism is not supported with Megatron-FSDP."""
 
     tp_plan: InitVar[dict[str, Any] | str | None] = None
-    """Refused: Megatron-FSDP has no tensor parallelism here."""
+    """Option that must stay None, because tensor parallelism is not supported with Megatron-FSDP."""
 
     megatron_fsdp_unit_modules: list[str] | None = None
-    """Import paths of the module classes that become FSDP units. None takes the classes of the model's layers
-    and torch's MultiheadAttention, whose forward reads its child's weights itself."""
+    """Import paths of the module classes that become FSDP units. None uses the classes of the model's layers, and
+    torch's MultiheadAttention, whose forward reads the weights of its child directly."""
 
     zero_dp_strategy: int = 3
-    """Level of sharding over data parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
+    """Level of sharding over data parallel ranks. 0 shards nothing, 1 shards optimizer states, 2 also shards gradients,
+    and 3 also shards parameters."""
 
     init_fsdp_with_meta_device: bool = False
-    """Whether the model arrives on the meta device and gets its weights shard by shard. Without this flag, a model on
-    the meta device gets all of its weights on every rank before it is sharded."""
+    """Whether the weights of a model on the meta device are created shard by shard. Without this flag, every rank
+    creates all weights of such a model before sharding."""
 
     grad_reduce_in_fp32: bool = True
-    """Whether gradients are reduced in float32, whatever the dtype of the parameters is."""
+    """Whether gradients are reduced in float32 for parameters of any dtype."""
 
     preserve_fp32_weights: bool = True
-    """Whether the optimizer updates float32 copies of the weights. Without them, updates that are small compared
-    with a bfloat16 weight are lost."""
+    """Whether the optimizer updates float32 copies of the weights. Without them, an update that is small compared with
+    a bfloat16 weight is lost."""
 
     overlap_grad_reduce: bool = True
-    """Whether gradients are reduced while backward still runs."""
+    """Whether gradients are reduced while backward is still running."""
 
     overlap_param_gather: bool = True
-    """Whether parameters are gathered while forward and backward already run."""
+    """Whether parameters are gathered while forward and backward are running."""
 
     check_for_nan_in_grad: bool | None = None
     """Flag that megatron-fsdp no longer reads. True turns on report_nan_in_param_grad, which does the same."""
@@ -294,14 +304,15 @@ class MegatronFSDPConfig(_Flags):
     for each gradient."""
 
     average_in_collective: bool = False
-    """Refused as long as it fails in megatron-fsdp: averaging by the collective, instead of summing gradients that were
-    scaled before."""
+    """Whether the collective averages gradients, instead of adding up gradients that were scaled before. This flag must
+    stay False, because it fails in megatron-fsdp."""
 
     disable_bucketing: bool = False
-    """Whether all parameters of a kind are communicated at once, instead of in buckets of a certain size."""
+    """Whether all parameters of a kind are communicated at once, instead of in buckets of limited size."""
 
     calculate_per_token_loss: bool = False
-    """Whether gradients are summed, for a loss that is itself divided by the number of tokens."""
+    """Whether gradients are summed over the ranks instead of averaged, for a loss that is already divided by the number
+    of all tokens."""
 
     keep_fp8_transpose_cache: bool = False
     """Whether the transposed copies of FP8 parameters are kept between forward and backward."""
@@ -313,20 +324,21 @@ class MegatronFSDPConfig(_Flags):
     """Whether communication uses two persistent buffers instead of freshly allocated ones."""
 
     activation_checkpointing: ActivationCheckpointing = False
-    """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
+    """Activation checkpointing. False keeps all activations. True or "full" recomputes each layer in backward.
     "selective" keeps the results of expensive operations and recomputes the rest."""
 
     autocast_dtype: torch.dtype | None = None
-    """Dtype of torch.autocast: if set, forward runs under autocast. Trainer(precision="bf16-mixed") sets it."""
+    """Dtype of torch.autocast. If it is set, forward runs under autocast. Trainer(precision="bf16-mixed") sets it."""
 
     backend: str | None = None
-    """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
-    by the device type."""
+    """Backend of the process group, such as "nccl", "gloo", or one per device type, as in "cpu:gloo,cuda:nccl". None
+    chooses the backend by the device type."""
 
     bind_device_id: bool = False
-    """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, which shows a bad network at once. It creates the mesh's groups by splitting its
-    communicator, instead of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    """Whether the process group is bound to the rank's device, as by device_id of torch's init_process_group. NCCL then
+    connects the ranks at the start, which shows network errors at once. It also creates the mesh's groups by splitting
+    one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
+    not gloo."""
 
     def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
         self._check_bools()
@@ -339,7 +351,7 @@ class MegatronFSDPConfig(_Flags):
         if self.check_for_nan_in_grad and not self.report_nan_in_param_grad:
             warnings.warn(
                 "megatron-fsdp no longer reads check_for_nan_in_grad=True; report_nan_in_param_grad=True, which does "
-                "what it did, is turned on. Set that one to avoid this warning.",
+                "the same, is turned on. Set report_nan_in_param_grad to avoid this warning.",
                 stacklevel=3,
             )
             self._set("report_nan_in_param_grad", True)
@@ -351,44 +363,45 @@ class DDPConfig(_Flags):
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If a value is not one of those that the field's text names.
+        ValueError: If a value is not allowed for its field.
     """
 
     activation_checkpointing: ActivationCheckpointing = False
-    """Activation checkpointing: False keeps all activations, True or "full" recomputes each layer in backward,
-    "selective" does so too, but keeps the results of fused attention, of reductions over ranks and of every second
-    matrix product, as far as backward reads them."""
+    """Activation checkpointing. False keeps all activations. True or "full" recomputes each layer in backward.
+    "selective" also recomputes each layer, but keeps the results of fused attention, of reductions over ranks and of
+    every second matrix product, if backward needs them."""
 
     activation_checkpointing_scope: ActivationCheckpointingScope = "all"
-    """The parts of the model that activation_checkpointing applies to: "all", or one or a list of "language",
+    """Parts of the model to which activation_checkpointing applies. This is "all", or one or several of "language",
     "vision", "audio" and "multimodal"."""
 
     autocast_dtype: torch.dtype | None = None
-    """Dtype of torch.autocast: if set, forward runs under autocast, on the model's device type."""
+    """Dtype of torch.autocast. If it is set, forward runs under autocast on the model's device type."""
 
     find_unused_parameters: bool = False
-    """Whether each backward looks for parameters that took no part in forward."""
+    """Whether DDP looks for parameters that forward did not use, before each backward."""
 
     static_graph: bool = False
-    """Whether the same parameters take part in every iteration, which lets DDP skip work."""
+    """Whether every iteration uses the same parameters, so that DDP can skip work."""
 
     gradient_as_bucket_view: bool = False
     """Whether gradients are views of the communication buckets, which saves a copy of them."""
 
     bucket_cap_mb: float | None = None
-    """Size of a communication bucket in MiB. None takes torch's default."""
+    """Size of a communication bucket in MiB. None uses torch's default."""
 
     broadcast_buffers: bool = True
     """Whether rank 0's buffers are broadcast before each forward."""
 
     backend: str | None = None
-    """Backend of the process group: "nccl", "gloo", or one per device type such as "cpu:gloo,cuda:nccl". None chooses
-    by the device type."""
+    """Backend of the process group, such as "nccl", "gloo", or one per device type, as in "cpu:gloo,cuda:nccl". None
+    chooses the backend by the device type."""
 
     bind_device_id: bool = False
-    """Whether the process group is bound to the rank's device (device_id of torch's init_process_group). NCCL then
-    connects the ranks at the start, which shows a bad network at once. It creates the mesh's groups by splitting its
-    communicator, instead of one by one at their first use. Refused without an accelerator, and with gloo on it."""
+    """Whether the process group is bound to the rank's device, as by device_id of torch's init_process_group. NCCL then
+    connects the ranks at the start, which shows network errors at once. It also creates the mesh's groups by splitting
+    one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
+    not gloo."""
 
     def __post_init__(self) -> None:
         self._check_bools()
@@ -412,49 +425,52 @@ FLAGS_OF_A_RUN = (
     "bucket_cap_mb",
     "broadcast_buffers",
 )
-"""Flags that do not change the module, so that a later Trainer may choose another value for a sharded module."""
+"""Flags that do not change the module, so that a later Trainer may set them differently for a sharded module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Flags):
-    """Options for how a strategy writes and reads checkpoints.
+    """Options for writing and reading checkpoints under a strategy.
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If ``format`` is unknown.
+        ValueError: If ``format`` is unknown, or if ``trust_checkpoint`` and ``weights_only`` are both True.
     """
 
     format: CheckpointFormat = "sharded"
-    """Format that is written. "sharded" is a directory, to which each rank adds its own shards. "full" is a single file
-    with whole tensors, as under strategies that do not shard; rank 0 needs host memory for it. Both can be read."""
+    """Format of written checkpoints. "sharded" is a directory to which each rank writes its own shards. "full" is a
+    single file with whole tensors, as under strategies that do not shard, and needs host memory for them on rank 0.
+    Both formats can always be read."""
 
     async_save: bool = False
     """Whether training continues while a checkpoint is being written, from copies in host memory."""
 
     verify: bool = True
-    """Whether each rank compares what it reads from a checkpoint with the checksums. A damaged checkpoint is then an
-    error."""
+    """Whether each rank compares the data that it reads from a checkpoint with the checksums. A damaged checkpoint is
+    then an error."""
 
     save_at_end: bool = True
-    """Whether a ModelCheckpoint with save_last also saves its last.ckpt at the last step of a fit that reaches its end.
-    Otherwise last.ckpt stays at the last step that the callback's own intervals saved."""
+    """Whether a ModelCheckpoint with save_last also saves last.ckpt at the end of a completed fit. If not, last.ckpt is
+    from the last step at which the callback's own intervals saved a checkpoint."""
 
     trust_checkpoint: bool = False
     """Whether a checkpoint may hold arbitrary Python objects, which can run code when they are loaded."""
 
     weights_only: bool | None = None
-    """Whether only tensors and plain values are loaded, as in torch.load. None tries this first."""
+    """Whether only tensors and plain values may be loaded, as in torch.load. None stands for True, unless
+    trust_checkpoint is set."""
 
     frozen_parameters: bool = True
-    """Whether checkpoints hold parameters that are frozen and were read from a pretrained model, such as those under
-    LoRA. Without them, a checkpoint is as small as what is trained, but can only be loaded where the pretrained model
-    is available."""
+    """Whether checkpoints contain frozen parameters of a pretrained model, such as those under LoRA. Without these
+    parameters, checkpoints are much smaller, but can only be loaded where the pretrained model is available."""
 
     def __post_init__(self) -> None:
         self._check_bools()
         _check_word("format", self.format, get_args(CheckpointFormat))
         if self.trust_checkpoint and self.weights_only:
-            raise ValueError("trust_checkpoint=True allows what weights_only=True refuses; leave one of them out.")
+            raise ValueError(
+                "trust_checkpoint=True and weights_only=True contradict each other; leave one of them out."
+            )
 
 
 def _check_word(option: str, value: object, words: tuple[str, ...]) -> None:
@@ -506,7 +522,7 @@ def _check_context_parallel_inputs(value: object) -> None:
         if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int | None):
             raise TypeError(
                 f"{option}[{name!r}]={dim!r} must map an argument's name to the dim of the sequence, an int; use None "
-                "for a tensor that has none."
+                "for a tensor without such a dim."
             )
 
 
@@ -555,8 +571,8 @@ def _check_backend(value: object) -> None:
 def _check_backend_of_offload(backend: str | None, offload_policy: object) -> None:
     if offload_policy is not None and backend is not None and "gloo" not in backend and "mpi" not in backend:
         raise ValueError(
-            f"backend={backend!r} has no collectives for CPU tensors, where offload_policy={offload_policy!r} keeps "
-            "gradients to clip and checkpoint; use backend=None or for example 'cpu:gloo,cuda:nccl'."
+            f"backend={backend!r} has no collectives for CPU tensors, which offload_policy={offload_policy!r} needs; "
+            "use backend=None or for example 'cpu:gloo,cuda:nccl'."
         )
 
 
@@ -587,7 +603,11 @@ def _to_floating_dtype(option: str, value: object) -> torch.dtype | None:
 def _to_autocast_dtype(value: object) -> torch.dtype | None:
     dtype = _to_floating_dtype("autocast_dtype", value)
     if dtype not in (None, torch.bfloat16):
-        reason = "needs a gradient scaler, which is not supported" if dtype is torch.float16 else "is no autocast dtype"
+        reason = (
+            "needs a gradient scaler, which is not supported"
+            if dtype is torch.float16
+            else "is not a dtype of autocast"
+        )
         raise ValueError(f"autocast_dtype={value!r} {reason}; use torch.bfloat16, or None for no autocast.")
     return dtype
 
@@ -603,7 +623,7 @@ def _to_mp_policy(value: object) -> MixedPrecisionPolicy | None:
         name: _to_floating_dtype(f"mp_policy.{name}", getattr(value, name))
         for name in ("param_dtype", "reduce_dtype", "output_dtype")
     }
-    # to torch, a reduce_dtype of None means param_dtype up to 2.14, and the gradients' dtype from 2.15 on
+    # set reduce_dtype, because None means param_dtype up to torch 2.14, but the gradients' dtype from torch 2.15 on
     if dtypes["param_dtype"] is not None and dtypes["reduce_dtype"] is None:
         dtypes["reduce_dtype"] = torch.float32
     changes: dict[str, Any] = {name: dtype for name, dtype in dtypes.items() if dtype is not getattr(value, name)}
@@ -629,7 +649,7 @@ def _policy_from_mapping(option: str, value: Mapping[str, Any], policy_class: An
     names = [field.name for field in fields(policy_class)]
     for key in value:
         if key == "_target_":
-            raise ValueError(f"{option} has the key '_target_'; leave it out, the fields alone are enough.")
+            raise ValueError(f"{option} has the key '_target_'; leave it out and give only the policy's fields.")
         if key not in names:
             raise ValueError(f"{option} has an unknown key {key!r}; use {_either(names)}.")
     return policy_class(**value)

@@ -1,6 +1,6 @@
-"""Sizes that a run asks for, and the :class:`~torch.distributed.device_mesh.DeviceMesh` that is built from them.
+"""The parallel sizes of a run, and the :class:`~torch.distributed.device_mesh.DeviceMesh` that is built from them.
 
-An *axis* belongs to a mesh; a *dim* belongs to a tensor. All meshes of a run are views of one world mesh:
+A mesh has *axes*, and a tensor has *dims*. All meshes of a run are views of one world mesh:
 
 ===============  ===================================================================================================
 view             axes
@@ -13,7 +13,7 @@ data             ``data_parallel, context_parallel, tensor_parallel``: which ran
 model            ``data_parallel, cp_tp``: the ranks that hold one replica of the model and read the same batch
 ===============  ===================================================================================================
 
-Every view has all of its axes, those of size 1 included, so that one rank runs the same code as a thousand.
+Every view has all of its axes, including those of size 1, so that the same code runs on one rank and on a thousand.
 """
 
 import atexit
@@ -40,7 +40,7 @@ CONTEXT_PARALLEL = "context_parallel"
 TENSOR_PARALLEL = "tensor_parallel"
 CP_TP = "cp_tp"
 EXPERT_PARALLEL = "ep"
-"""Expert parallel axis of a mesh made elsewhere; none of our meshes has it."""
+"""Name of the expert parallel axis, which only meshes from other software have."""
 
 _MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
 
@@ -51,14 +51,14 @@ _VIEWS = (
     (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL),
     (DATA_PARALLEL, CP_TP),
 )
-"""Axes of every view of the world, outermost first. :attr:`MeshSizes.axes` has the size of each."""
+"""Axis names of every view of the world mesh, outermost first. :attr:`MeshSizes.axes` has the size of each axis."""
 
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """The number of ranks along each axis; their product is the world size."""
+    """Number of ranks along each axis of the world mesh. Their product is the world size."""
 
     dp_replicate: int
     dp_shard: int
@@ -67,7 +67,7 @@ class MeshSizes:
 
     @property
     def dp(self) -> int:
-        """Number of data parallel ranks: those that read different batches."""
+        """Number of data parallel ranks, which read different batches."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -86,14 +86,14 @@ class MeshSizes:
 
     @property
     def views(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Axis names and sizes of every view of the world."""
+        """Axis names and sizes of every view of the world mesh."""
         sizes = self.axes
         return {names: tuple(sizes[name] for name in names) for names in _VIEWS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """The sizes that a run asks for, before the number of ranks is known."""
+    """Parallel sizes as the user gives them, before the number of ranks is known."""
 
     dp_size: int | Literal["auto"] | None = "auto"
     """Number of data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
@@ -109,14 +109,14 @@ class ParallelSizes:
     """Number of context parallel ranks."""
 
     def resolve(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
-        """Resolve ``"auto"`` and check that the sizes multiply to the world size, without touching a process group.
+        """Compute the sizes that are ``"auto"``, and check that the product of all sizes is the world size.
 
         Args:
             world_size: Number of ranks.
-            num_nodes: Number of nodes, the value of ``dp_replicate_size="auto"``.
+            num_nodes: Number of nodes, which is the value of ``dp_replicate_size="auto"``.
 
         Raises:
-            ValueError: When the sizes do not multiply to the world size; the message shows the arithmetic.
+            ValueError: When the product of the sizes is not the world size. The message shows the calculation.
         """
         tp = _check_size("tp_size", self.tp_size)
         cp = _check_size("cp_size", self.cp_size)
@@ -143,8 +143,8 @@ class ParallelSizes:
         dp = _check_size("dp_size", size)
         if dp * cp * tp != world_size:
             raise ValueError(
-                f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world has {world_size}"
-                f' ranks; use dp_size="auto" or start {dp * cp * tp} processes.'
+                f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world size is {world_size};"
+                f' use dp_size="auto", or start {dp * cp * tp} processes.'
             )
         return dp
 
@@ -163,23 +163,23 @@ def create_device_mesh(
 ) -> DeviceMesh:
     """Build the device mesh of a run, with the axes ``(dp_replicate, dp_shard, context_parallel, tensor_parallel)``.
 
-    The sizes are checked before any process group is created. Under torchrun the default process group is started here
-    if it does not exist yet. Other views of the same world come from :func:`get_mesh`.
+    The sizes are checked before any process group is created. Under torchrun, the default process group is started if
+    it does not exist yet. :func:`get_mesh` returns other views of the mesh.
 
     Args:
-        config: The strategy's flags; they decide which sizes are allowed.
-        dp_size: Number of data parallel ranks; see :class:`ParallelSizes` for this size and the next three.
-        dp_replicate_size: Number of replicas; ``"auto"`` reads the number of nodes that torchrun sets.
-        tp_size: Number of tensor parallel ranks, the innermost axis.
+        config: Config of a strategy, which determines the allowed sizes.
+        dp_size: Number of data parallel ranks. See :class:`ParallelSizes` for this size and the next three.
+        dp_replicate_size: Number of replicas. ``"auto"`` uses the number of nodes that torchrun sets.
+        tp_size: Number of tensor parallel ranks. This is the innermost axis.
         cp_size: Number of context parallel ranks.
-        ep_size: Expert parallelism is not part of this release; anything but 1 is refused.
-        pp_size: Pipeline parallelism is not part of this release; anything but 1 is refused.
-        device_type: Device type such as ``"cuda"`` or ``"cpu"``; by default that of the machine's accelerator. Never
-            the backend's name.
-        world_size: Number of ranks; by default that of the process group, or of torchrun's environment.
+        ep_size: Must be 1, because expert parallelism is not supported in this release.
+        pp_size: Must be 1, because pipeline parallelism is not supported in this release.
+        device_type: Device type such as ``"cuda"`` or ``"cpu"``, not the name of a backend. By default the type of the
+            machine's accelerator.
+        world_size: Number of ranks. By default that of the process group or of torchrun's environment.
 
     Raises:
-        ValueError: When a size is not allowed or the sizes do not multiply to the world size.
+        ValueError: When a size is not allowed, or when the product of the sizes is not the world size.
     """
     for name, size, kind in (("ep_size", ep_size, "expert"), ("pp_size", pp_size, "pipeline")):
         if size not in (None, 0, 1):
@@ -195,10 +195,10 @@ def create_device_mesh(
 def build_device_mesh(
     sizes: MeshSizes, config: DistributedConfig | None = None, *, device_type: str | None = None
 ) -> DeviceMesh:
-    """Build the device mesh of resolved sizes; see :func:`create_device_mesh`.
+    """Build the device mesh from known sizes; see :func:`create_device_mesh`.
 
     Raises:
-        ValueError: When a size is not allowed, or the process group has another number of ranks.
+        ValueError: When a size is not allowed, or when the process group has a different number of ranks.
     """
     world_size = math.prod(sizes.views[_MESH_AXES])
     _check_sizes_of_config(config, sizes)
@@ -212,7 +212,7 @@ def build_device_mesh(
     if not dist.is_initialized():
         atexit.register(destroy_process_group)
         if world_size == 1:
-            # the only process of a plain script, to which no launcher gave an address
+            # a plain script has one process, and no launcher has set an address for a store
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
         elif backend is not None:
@@ -221,47 +221,47 @@ def build_device_mesh(
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
     device_mesh = views[_MESH_AXES]
     for view in views.values():
-        # DeviceMesh has no public way from one view to the others, and building one again would create its groups again
+        # store the views on each mesh, since DeviceMesh does not give access to the others from one view
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
     return device_mesh
 
 
 def get_default_backend(device: torch.device) -> str:
-    """Return the accelerator's own backend, with gloo for CPU tensors: offloaded shards, checkpoints, barriers."""
+    """Return the backend names for the accelerator's own backend and, for CPU tensors, gloo."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def check_bound_device(backend: str, device: torch.device) -> None:
-    """Refuse ``bind_device_id=True`` if there is nothing to bind to, or the process group is not bound to ``device``.
+    """Check that ``bind_device_id=True`` is possible, and that an existing process group is bound to ``device``.
 
     Args:
         backend: Backend of the default process group.
         device: Device of this rank.
 
     Raises:
-        ValueError: In both cases.
+        ValueError: When the backend cannot be bound to a device, or when the group is not bound to ``device``.
     """
     backends = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     if device.type == "cpu" or backends.get(device.type) in (None, "gloo"):
         raise ValueError(
-            f"config.bind_device_id=True binds the communicators of NCCL and its like to a device, but this rank's is"
+            f"config.bind_device_id=True needs an accelerator with a backend such as NCCL, but this rank has the device"
             f" {device} with the backend {backend!r}; leave bind_device_id out, or use it on GPUs with backend=None."
         )
     bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else device
     if bound != device:
         raise ValueError(
-            f"config.bind_device_id=True, but this process belongs to a group already that is bound to {bound}, not to"
-            f" {device}; give init_process_group device_id={str(device)!r}, or leave bind_device_id out."
+            f"config.bind_device_id=True, but this process already belongs to a group that is bound to {bound}, not to"
+            f" {device}; pass device_id={str(device)!r} to init_process_group, or leave bind_device_id out."
         )
 
 
 def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh:
-    """Return the axis called ``name`` from any view of ``device_mesh``; for several names, the mesh of these axes.
+    """Return the mesh that has the given axis or axes, from any view of ``device_mesh``.
 
     Raises:
-        ValueError: When there is no such axis; the message lists the existing ones.
+        ValueError: When there is no such axis. The message lists the existing axes.
     """
     names = (name,) if isinstance(name, str) else tuple(name)
     if (view := _get_optional_view(device_mesh, names)) is not None:
@@ -271,15 +271,15 @@ def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh
 
 
 def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """Return the axis called ``name``, or None if there is none or it has one rank."""
+    """Return the mesh that has the axis ``name``, or None if there is no such axis or its size is 1."""
     view = _get_optional_view(device_mesh, (name,))
     return view[name] if view is not None and view[name].size() > 1 else None
 
 
 def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
-    """Return all meshes that were built together with ``device_mesh``, itself included.
+    """Return all views of the world mesh that ``device_mesh`` belongs to, including ``device_mesh`` itself.
 
-    For a mesh made elsewhere, return only that mesh.
+    For a mesh from other software, return only that mesh.
     """
     return getattr(device_mesh, _VIEWS_ATTRIBUTE, (device_mesh,))
 
@@ -292,12 +292,12 @@ def get_fsdp_mesh(
 ) -> DeviceMesh:
     """Return the 1-D (shard) or 2-D (replicate x shard) mesh to pass to ``fully_shard``.
 
-    On a mesh with the axes ``dp_replicate`` and ``dp_shard_cp``, as :func:`create_device_mesh` builds it, the default
-    names mean these two. On any other mesh the result is the axis ``dp_cp_mesh_name`` if there is one, else
+    On a mesh from :func:`create_device_mesh`, the default names stand for the axes ``dp_replicate`` and
+    ``dp_shard_cp``. On any other mesh, the result is the axis ``dp_cp_mesh_name`` if it exists, and otherwise
     ``dp_mesh_name``, which may name two axes (replicate, shard).
 
     Raises:
-        ValueError: When the axis does not exist, or context parallel ranks would be left out.
+        ValueError: When the axis does not exist, or when it would leave out context parallel ranks.
     """
     if dp_mesh_name == DATA_PARALLEL and _get_optional_view(device_mesh, (DP_REPLICATE, DP_SHARD_CP)) is not None:
         if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
@@ -318,16 +318,16 @@ def get_fsdp_mesh(
 
 
 def get_shard_size(fsdp_mesh: DeviceMesh) -> int:
-    """Return the number of ranks that parameters are sharded over on a mesh for ``fully_shard``.
+    """Return the number of ranks over which ``fully_shard`` shards parameters on ``fsdp_mesh``.
 
-    Its axes, (shard) or (replicate, shard), have any names: torch goes by their order.
+    The axes are (shard) or (replicate, shard). Their names do not matter to torch, only their order.
     """
     return fsdp_mesh.size(fsdp_mesh.ndim - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisNames:
-    """Names of the axes of a mesh made elsewhere."""
+    """Names of the axes of a mesh that other software has built."""
 
     dp: str | tuple[str, str] = DATA_PARALLEL
     """The axis to shard over, or two axes (replicate, shard)."""
@@ -341,16 +341,16 @@ class AxisNames:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-    """The parts of a mesh that FSDP, tensor parallelism and context parallelism use."""
+    """Submeshes for FSDP, tensor parallelism and context parallelism."""
 
     fsdp: DeviceMesh
     """Mesh to shard over: 1-D (shard) or 2-D (replicate x shard)."""
 
     tp: DeviceMesh | None
-    """Tensor parallel mesh, 1-D; None with one tensor parallel rank."""
+    """Tensor parallel mesh, 1-D. None if there is one tensor parallel rank."""
 
     cp: DeviceMesh | None
-    """Context parallel mesh, 1-D; None with one context parallel rank."""
+    """Context parallel mesh, 1-D. None if there is one context parallel rank."""
 
     @property
     def tp_size(self) -> int:
@@ -359,10 +359,10 @@ class MeshAxes:
 
 
 def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames) -> MeshAxes:
-    """Return the parts of ``device_mesh`` that a model is sharded over.
+    """Return the submeshes of ``device_mesh`` that a model is sharded over.
 
     Raises:
-        ValueError: When an axis does not exist, or the named axes leave out ranks.
+        ValueError: When an axis does not exist, or when the named axes leave out ranks.
     """
     axes = MeshAxes(
         fsdp=get_fsdp_mesh(device_mesh, dp_mesh_name=names.dp, dp_cp_mesh_name=names.dp_cp),
@@ -373,14 +373,14 @@ def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames) -> MeshAxes:
     if ranks < device_mesh.size():
         raise ValueError(
             f"{names.dp!r} and {names.tp!r} cover {ranks} of the {device_mesh.size()} ranks of {device_mesh}: the"
-            " others would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a smaller"
-            " mesh."
+            " other ranks would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a"
+            " smaller mesh."
         )
     return axes
 
 
 def get_device(device_mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device on ``device_mesh``."""
+    """Return the device that this rank uses on ``device_mesh``."""
     if device_mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
@@ -395,12 +395,12 @@ def check_tp_size_of_megatron(tp_size: int) -> None:
     if tp_size != 1:
         raise ValueError(
             f"tp_size={tp_size} is not supported with MegatronFSDPConfig: megatron-fsdp hangs on tensor parallel models"
-            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); leave it at 1, or use FSDP2Config."
+            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use tp_size=1, or use FSDP2Config."
         )
 
 
 def _get_optional_view(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """Return the first view of ``device_mesh`` that has all axes in ``names``."""
+    """Return the first view of ``device_mesh`` that has all axes in ``names``, or None if there is none."""
     views = (view for view in get_views(device_mesh) if set(names) <= set(view.mesh_dim_names or ()))
     return next(views, None)
 
@@ -416,8 +416,8 @@ def _check_size(name: str, size: int | str | None) -> int:
 def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -> None:
     if isinstance(config, DDPConfig) and (sizes.tp, sizes.cp, sizes.dp_replicate) != (1, 1, 1):
         raise ValueError(
-            f"tp_size={sizes.tp}, cp_size={sizes.cp}, dp_replicate_size={sizes.dp_replicate}: DDPConfig knows data"
-            " parallelism only; leave these at 1 or use FSDP2Config."
+            f"tp_size={sizes.tp}, cp_size={sizes.cp}, dp_replicate_size={sizes.dp_replicate}: DDPConfig supports only"
+            " data parallelism; leave these sizes at 1, or use FSDP2Config."
         )
     if isinstance(config, MegatronFSDPConfig):
         check_tp_size_of_megatron(sizes.tp)
@@ -426,34 +426,34 @@ def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -
 def _check_world_size(world_size: int) -> None:
     if dist.is_initialized() and dist.get_world_size() != world_size:
         raise ValueError(
-            f"world_size={world_size}, but the process group has {dist.get_world_size()} ranks, all of which belong to"
-            " the mesh; leave world_size out."
+            f"world_size={world_size}, but the process group has {dist.get_world_size()} ranks, and all of them belong"
+            " to the mesh; leave world_size out."
         )
     if not dist.is_initialized() and world_size > 1 and "RANK" not in os.environ:
         raise ValueError(
-            f"world_size={world_size} needs that many processes, and this one was started alone; use `torchrun"
+            f"world_size={world_size} needs {world_size} processes, but only this process was started; use `torchrun"
             f" --nproc-per-node {world_size}`, or leave world_size out."
         )
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one. Otherwise a thread of gloo may abort the process at its exit."""
+    """Destroy the process group, if there is one, because a gloo thread may otherwise abort the process at its exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
         _wait_for_threads()
 
 
 def _wait_for_threads(seconds: float = 1.0) -> None:
-    """Wait until no thread of gloo runs, for at most ``seconds``. Threads are only found on Linux.
+    """Wait until no gloo thread is running, for at most ``seconds``. Threads are only found on Linux.
 
-    A thread of gloo releases a tensor shortly after the collective is over, and needs Python for that. If Python is
-    already finalizing, it ends the thread, which aborts the process ("terminate called without an active exception").
-    Meshes and hooks keep groups alive after ``destroy_process_group``, and groups cannot join their threads.
+    Shortly after a collective, a gloo thread releases a tensor, for which it needs the Python interpreter. If Python is
+    already finalizing, it ends the thread, and the process aborts ("terminate called without an active exception").
+    ``destroy_process_group`` does not prevent this, because meshes and hooks keep groups and their threads alive.
     """
     end = time.monotonic() + seconds
     is_running = True
     while is_running and time.monotonic() < end:
-        time.sleep(0.01)  # lets a thread that waits for Python run
+        time.sleep(0.01)  # releases Python's lock, so that a gloo thread can run
         is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
 
 
@@ -465,11 +465,11 @@ def _read(path: Path) -> str:
 
 
 def _get_own_index() -> int:
-    """Return the index of this rank's device: the one that the script has chosen or, if that is 0, the local rank's."""
+    """Return the index of this rank's device. This is the script's current device or, if that is 0, the local rank."""
     if not torch.accelerator.is_available():
         return 0
     chosen = torch.accelerator.current_device_index()
-    # a process that sees only one device, as under some launchers, calls it 0 whatever its local rank is
+    # under some launchers, each process sees only one device, whose index is 0 for every local rank
     return chosen or int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
 
 

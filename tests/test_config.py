@@ -235,7 +235,7 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
         ValueError,
         "needs a gradient scaler, which is not supported; use torch.bfl",
     ),
-    (DDPConfig, "autocast_dtype", torch.float32, ValueError, "autocast_dtype=torch.float32 is no autocast dtype; use"),
+    (DDPConfig, "autocast_dtype", torch.float32, ValueError, "autocast_dtype=torch.float32 is not a dtype of autocast"),
     (FSDP2Config, "autocast_dtype", 16, TypeError, "must be a floating point dtype; use for example torch.bfloat16."),
     (FSDP2Config, "autocast_dtype", torch.int64, TypeError, "must be a floating point dtype"),
     (FSDP2Config, "mp_policy", "bf16", TypeError, "must be a MixedPrecisionPolicy, a mapping of its fields or None."),
@@ -269,7 +269,7 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "fsdp2_forward_prefetch_depth", -2, ValueError, "must not be negative; use 0 to prefetch nothing."),
     (FSDP2Config, "fsdp2_forward_prefetch_depth", True, TypeError, "must be an int; use the number of layers"),
     (FSDP2Config, "use_hf_tp_plan", True, TypeError, 'use tp_plan="hf"'),
-    (FSDP2Config, "use_hf_tp_plan", False, TypeError, "tp_plan=None for ours."),
+    (FSDP2Config, "use_hf_tp_plan", False, TypeError, "tp_plan=None for our plan."),
     (MegatronFSDPConfig, "tp_plan", {"q": "colwise"}, ValueError, "use FSDP2Config(tp_plan=...)"),
     (
         MegatronFSDPConfig,
@@ -345,7 +345,7 @@ def test_type_errors_inside_mappings(options, message):
     ],
 )
 def test_async_tensor_parallel_turns_on_what_it_needs_with_one_warning(given, named):
-    with pytest.warns(UserWarning, match=f"needs {named}, which it turns on; set that yourself") as record:
+    with pytest.warns(UserWarning, match=f"needs {named}, which is now turned on; set it") as record:
         config = FSDP2Config(enable_async_tensor_parallel=True, **given)
     assert config.sequence_parallel
     assert config.enable_compile
@@ -354,9 +354,7 @@ def test_async_tensor_parallel_turns_on_what_it_needs_with_one_warning(given, na
 
 
 def test_check_for_nan_turns_its_successor_on():
-    with pytest.warns(
-        UserWarning, match="report_nan_in_param_grad=True, which does what it did, is turned on"
-    ) as record:
+    with pytest.warns(UserWarning, match="report_nan_in_param_grad=True, which does the same, is turned on") as record:
         config = MegatronFSDPConfig(check_for_nan_in_grad=True)
     assert config.report_nan_in_param_grad
     assert len(record) == 1

@@ -95,13 +95,12 @@ def test_sizes_of_eight_ranks(options: dict[str, Any], expected: tuple[int, ...]
         (
             4,
             {"dp_size": 3},
-            "dp_size=3 x cp_size=1 x tp_size=1 = 3, but the world has 4 ranks;"
-            ' use dp_size="auto" or start 3 processes.',
+            'dp_size=3 x cp_size=1 x tp_size=1 = 3, but the world size is 4; use dp_size="auto" or start 3 processes.',
         ),
         (
             8,
             {"dp_size": 4, "cp_size": 2, "tp_size": 2},
-            "dp_size=4 x cp_size=2 x tp_size=2 = 16, but the world has 8 ranks;"
+            "dp_size=4 x cp_size=2 x tp_size=2 = 16, but the world size is 8;"
             ' use dp_size="auto" or start 16 processes.',
         ),
         (
@@ -170,8 +169,16 @@ def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value
         (None, {"ep_size": 2}, "ep_size=2: expert parallelism is not supported in this release; use ep_size=1."),
         (FSDP2Config(), {"pp_size": 4}, "pp_size=4: pipeline parallelism is not supported in this .*; use pp_size=1."),
         (None, {"tp_size": 3}, "cp_size=1 x tp_size=3 = 3 does not divide the world size 4"),
-        (DDPConfig(), {"tp_size": 2}, "tp_size=2, cp_size=1, dp_replicate_size=1: DDPConfig knows data parallelism"),
-        (DDPConfig(), {"cp_size": 2}, "tp_size=1, cp_size=2, dp_replicate_size=1: DDPConfig knows data parallelism"),
+        (
+            DDPConfig(),
+            {"tp_size": 2},
+            "tp_size=2, cp_size=1, dp_replicate_size=1: DDPConfig supports only data parallelism",
+        ),
+        (
+            DDPConfig(),
+            {"cp_size": 2},
+            "tp_size=1, cp_size=2, dp_replicate_size=1: DDPConfig supports only data parallelism",
+        ),
         (DDPConfig(), {"dp_replicate_size": 2}, "dp_replicate_size=2: DDPConfig .* use FSDP2Config"),
         (
             MegatronFSDPConfig(),
@@ -480,7 +487,7 @@ def test_a_world_size_that_the_processes_do_not_have_is_refused() -> None:
     def run_alone() -> None:
         for name in ("RANK", "WORLD_SIZE"):
             del os.environ[name]
-        with pytest.raises(ValueError, match=r"world_size=2 needs that many processes.*torchrun --nproc-per-node 2"):
+        with pytest.raises(ValueError, match=r"world_size=2 needs 2 processes.*torchrun --nproc-per-node 2"):
             create_device_mesh(device_type="cpu", world_size=2)
 
     run_ranks(run, 2)

@@ -204,8 +204,8 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
         ),
         (
             strategy({"use_hf_tp_plan": True}),
-            'use_hf_tp_plan=True is an option of the past; use tp_plan="hf" for the plan of the Hugging Face model, '
-            "tp_plan=None for ours.",
+            'use_hf_tp_plan=True is no longer an option; use tp_plan="hf" for the plan of the Hugging Face model, '
+            "or tp_plan=None for our plan.",
         ),
         ({"class_path": f"{__name__}.Nothing"}, f"trainer.strategy: module '{__name__}' has no attribute 'Nothing'"),
         (

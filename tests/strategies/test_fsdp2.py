@@ -668,7 +668,7 @@ def test_registered_names() -> None:
 
 
 SIZES = {
-    "dp_size=3": ({"dp_size": 3}, r"dp_size=3 x cp_size=1 x tp_size=1 = 3, but the world has 2 ranks"),
+    "dp_size=3": ({"dp_size": 3}, r"dp_size=3 x cp_size=1 x tp_size=1 = 3, but the world size is 2;"),
     "dp_replicate_size=3": (
         {"dp_replicate_size": 3},
         r"dp_replicate_size=3 does not divide .* 2 .* use one of \[1, 2\]",

@@ -172,7 +172,9 @@ def test_what_has_nothing_to_overlap_is_refused_before_anything_is_touched() -> 
         # the function turns on what it needs, as the config does
         mesh = create_device_mesh(tp_size=2, device_type="cpu")
         with (
-            pytest.warns(UserWarning, match="needs sequence_parallel=True and enable_compile=True, which it turns on"),
+            pytest.warns(
+                UserWarning, match="needs sequence_parallel=True and enable_compile=True, which is now turned on"
+            ),
             refuse(model, ValueError, "enable_async_tensor_parallel=True on 'cpu' devices"),
         ):
             fsdp2_strategy_parallelize(model, mesh, enable_async_tensor_parallel=True)
