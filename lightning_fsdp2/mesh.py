@@ -212,7 +212,7 @@ def build_device_mesh(
     if not dist.is_initialized():
         atexit.register(destroy_process_group)
         if world_size == 1:
-            # a plain script has one process, and no launcher has set an address for a store
+            # a plain script has a single process, and no launcher that sets an address for the store
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
         elif backend is not None:
@@ -453,14 +453,14 @@ def _wait_for_threads(seconds: float = 1.0) -> None:
     end = time.monotonic() + seconds
     is_running = True
     while is_running and time.monotonic() < end:
-        time.sleep(0.01)  # releases Python's lock, so that a gloo thread can run
+        time.sleep(0.01)  # sleeping lets a gloo thread that waits for Python run
         is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # the thread has ended
+    except OSError:  # the thread has ended in the meantime
         return ""
 
 

@@ -84,7 +84,7 @@ class BackgroundWriter:
     def wait_for_copies(self) -> None:
         """Wait until all tensors are copied, so that an optimizer step may change them."""
         if self._copies is not None:
-            self._copies.exception()  # only waits, because the save raises the error
+            self._copies.exception()  # wait for the copies, but leave it to the save to raise an error
             self._copies = None
         if self._hook is not None:
             self._hook.remove()
@@ -143,7 +143,7 @@ class BackgroundWriter:
 
     def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Wait for the copies before an optimizer step without a closure. This is a pre-step hook of all optimizers."""
-        # a step with a closure is Lightning's own: it waits after forward and backward, which run in the closure
+        # Lightning's own steps have a closure that runs forward and backward, and wait for the copies after these
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
         if not has_closure:
             self.wait_for_copies()
@@ -166,7 +166,7 @@ class BackgroundWriter:
 def _yield_to_training() -> None:
     """Lower the priority of this thread below that of the training threads."""
     if sys.platform == "linux":  # on other systems, the priority applies to the whole process
-        with suppress(OSError):  # a sandbox may forbid it
+        with suppress(OSError):  # a sandbox may forbid a change of priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 

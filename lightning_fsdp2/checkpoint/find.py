@@ -52,7 +52,7 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
     found = get_path(path)
     if is_local(found):
         if not found.exists():
-            clean_folder(found.parent)  # restores a checkpoint if a process died while replacing it
+            clean_folder(found.parent)  # restore the checkpoint if a process died while replacing it
         found = found.resolve()
     if not found.exists():
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
@@ -89,7 +89,7 @@ def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
 def _is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # damaged so that it looks like an archive in several parts
+    except zipfile.BadZipFile:  # damage can make the file look like an archive in several parts
         return False
 
 
@@ -119,7 +119,7 @@ def _check_version(path: AnyPath) -> None:
             raise ValueError(
                 f"The checkpoint {str(path)!r} is incomplete: {SUMMARY_FILE}, which is written last, is missing."
             )
-        return  # a checkpoint of Lightning or torch, or one of ours without its `meta.json`
+        return  # Lightning and torch write no `meta.json`
     version = _read_summary(path)["format_version"]
     if version > FORMAT_VERSION:
         raise ValueError(
@@ -147,7 +147,7 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
         places = [(info.relative_path, info.offset + info.length) for info in (metadata.storage_data or {}).values()]
     except RefusedError as error:
         raise make_trust_error(path, error) from error
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise make_damage_error(path / ".metadata", error) from error
     if metadata.planner_data is None:
         raise ValueError(

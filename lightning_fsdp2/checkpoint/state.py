@@ -1,4 +1,4 @@
-"""Optimizer states with parameter names instead of numbers, as checkpoints hold them, and checks of optimizers."""
+"""Conversion of optimizer states to the parameter names that checkpoints use, and checks of optimizers."""
 
 from collections.abc import Mapping, Set
 from itertools import count
@@ -45,7 +45,7 @@ def get_optimizer_state(
     # convert numpy numbers, which a schedule may set, because they could not be loaded with weights_only=True
     state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    # entries of some optimizers do not belong to a parameter, and keep their key
+    # some optimizers have entries that do not belong to a parameter, and these entries keep their key
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
 
@@ -196,7 +196,7 @@ def _check_groups(
             " optimizer of the checkpoint, or load only the weights."
         )
     for group, other in zip(current, saved, strict=True):
-        # options that only one side has may come from another version of torch, so both sides must have some
+        # Another version of torch may add or remove options. It is another optimizer only if both have unknown options.
         unknown = other.keys() - group.keys() - _NO_OPTIONS
         missing = optimizer.defaults.keys() - other.keys()
         if unknown and missing:

@@ -44,7 +44,7 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # names that Lightning looks for on SLURM
+        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # Lightning's names for checkpoints on SLURM
         self._linked: list[AnyPath] = []
         self._pending: dict[AnyPath, bool] = {}
 
@@ -112,11 +112,11 @@ class MeshCheckpointIO(CheckpointIO):
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
-            if states := checkpoint.get("optimizer_states"):  # an empty list stays, because Lightning reads this key
+            if states := checkpoint.get("optimizer_states"):  # keep an empty list, because Lightning reads it
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
-            bare = snapshot.with_tensors({})  # holds no tensors, so that temporary ones are freed once they are copied
+            bare = snapshot.with_tensors({})  # do not keep temporary tensors alive after the copy
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()

@@ -96,7 +96,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def teardown(self) -> None:
-        self.model, self._replica = self.lightning_module, None  # removes the wrapper's hooks from the parameters too
+        self.model, self._replica = self.lightning_module, None  # dropping the wrapper also removes its hooks
         super().teardown()
 
     @override
@@ -105,7 +105,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def share_buffers(self) -> None:
-        # the strategy shares buffers itself, because torch's DDP does so only in some micro-batches
+        # the strategy shares buffers itself, because torch's DDP shares them only in some micro-batches
         if self.config.broadcast_buffers:
             super().share_buffers()
 
@@ -155,7 +155,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not isinstance(inner, ZeroRedundancyOptimizer):
             return super().optimizer_state(optimizer)
-        inner.consolidate_state_dict()  # gathers the whole state on rank 0
+        inner.consolidate_state_dict()  # torch gathers the whole state on rank 0 only
         state = self.broadcast(inner.state_dict() if self.is_global_zero else None)
         return get_optimizer_state(self.lightning_module, inner, state)
 

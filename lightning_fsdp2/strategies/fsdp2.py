@@ -90,7 +90,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def setup_environment(self) -> None:
-        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # fails before process groups exist
+        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # raises before process groups exist
         super().setup_environment()
 
     @override

@@ -219,14 +219,14 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        log_whole_values(model)  # now, because callbacks take their `log` from the module before `setup`
+        log_whole_values(model)  # callbacks copy the module's `log` before `setup`
 
     @override
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
-        # refuse callbacks before their own `setup`, in which some copy the module
+        # refuse callbacks before their own `setup` runs, because some callbacks copy the module there
         refuse_options(trainer, self.refused_callbacks, traces_module=not self.shards_module)
-        # a launcher has checked the variables already, but a notebook has none
+        # check the variables here too, because a run in a notebook has no launcher that checks them
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)
         self.world.sizes = self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         RankLauncher.has_failed = False
@@ -415,7 +415,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # evaluations and saves share buffers too: without this, training would depend on how often they happen
+        # Share buffers in every step. Otherwise training would depend on how often evaluations and saves share them.
         self.share_buffers()
         # poll often, so that the actions waiting for a background save run soon after it is complete
         self.checkpoint_io.poll()
@@ -436,7 +436,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        # under manual optimisation, the optimizer step does this, since any backward may be the last one
+        # under manual optimisation, the optimizer step finishes the gradients, since any backward may be the last one
         if self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 

@@ -64,7 +64,7 @@ class ShardedPrecision(Precision):
         """Total norm of the gradients before the last clipping by norm. [] float32."""
         self.norm_observers: list[Callable[[Tensor], None]] = []
         """Functions to call with ``gradient_norm`` after each clipping by norm, before the optimizer step."""
-        # Lightning's own plugin for bf16-true creates tensors in bfloat16
+        # use Lightning's plugin for bf16-true, so that tensors are created in bfloat16 as under other strategies
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @property

@@ -184,7 +184,7 @@ def test_without_strict_loading_weights_of_another_shape_are_left_out_with_a_war
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             actual = test(own, tmp_path / "a.ckpt")
-        messages = [str(warning.message) for warning in caught if "another shape" in str(warning.message)]
+        messages = [str(warning.message) for warning in caught if "a different shape" in str(warning.message)]
         assert len(messages) == (torch.distributed.get_rank() == 0)
         assert all("net.0.weight (8, 6), here (8, 8)" in message for message in messages)
         assert torch.equal(actual["net.0.weight"], before)

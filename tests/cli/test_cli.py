@@ -274,7 +274,7 @@ def test_errors_in_flags_are_one_line(flag, line, tmp_path, capsys, monkeypatch)
         ({"NTASKS": 4}, "You set `--ntasks=4` in your SLURM bash script, but this variable is not supported."),
         (
             {"NTASKS": 8, "NTASKS_PER_NODE": 2, "NNODES": 1},
-            "SLURM has started 8 task(s) (SLURM_NTASKS), and Trainer(devices=2, num_nodes=1) asks for 2. Set both to",
+            "SLURM has started 8 task(s) (SLURM_NTASKS), but Trainer(devices=2, num_nodes=1) asks for 2. Set num_nodes",
         ),
     ],
 )

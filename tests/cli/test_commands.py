@@ -109,8 +109,8 @@ def test_a_damaged_checkpoint_ends_a_process_with_2(path: Path) -> None:
     assert result.returncode == 2
     assert result.stdout == ""
     assert [line for line in result.stderr.splitlines() if line.startswith("error: ")] == [
-        f"error: The checkpoint {str(path)!r} is damaged: __0_0.distcp (optimizer_0.param_groups.0.params) is not what"
-        " was written. Use an earlier one."
+        f"error: The checkpoint {str(path)!r} is damaged: __0_0.distcp (optimizer_0.param_groups.0.params) has changed"
+        " since it was written. Use an earlier checkpoint."
     ]
 
 

@@ -311,7 +311,7 @@ class StaleOptimizer(Regressor):
 
 def test_optimizer_built_before_sharding_is_refused() -> None:
     def run() -> None:
-        with pytest.raises(ValueError, match=r"9 of the 9 parameters of SGD .* inside `configure_optimizers`"):
+        with pytest.raises(ValueError, match=r"9 of the 9 parameters of SGD .* in `configure_optimizers`"):
             make_trainer().fit(StaleOptimizer(), make_loader(make_batches(4)))
 
     run_ranks(run, WORLD)

@@ -37,7 +37,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # name in older versions, which a checkpoint may also have
+_OLD_REPLACED = "replaced"  # the name in older versions, which may also be the name of a checkpoint
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -270,7 +270,7 @@ def _get_reason(error: OSError) -> str:
 
 def _remove_from_store(path: UPath) -> None:
     if (path / SUMMARY_FILE).exists():
-        (path / SUMMARY_FILE).unlink()  # removed first, so that an incomplete rest is not taken for a checkpoint
+        (path / SUMMARY_FILE).unlink()  # remove this first, so that an incomplete rest is no checkpoint
     if path.exists():
         path.fs.rm(path.path, recursive=True)
 

@@ -87,7 +87,7 @@ class DurableFile:
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        with suppress(OSError):  # only advice, which some file systems refuse
+        with suppress(OSError):  # some file systems refuse this advice, which does no harm
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
@@ -218,7 +218,7 @@ class CheckpointReader(FileSystemReader):
         info = self.storage_data[key]
         archive = Chunk(file, info.offset, info.length)
         try:
-            if key.offset is None:  # an object, not a tensor
+            if key.offset is None:  # only tensors have an offset
                 chunk: Tensor | io.BytesIO = io.BytesIO(archive.read())
             else:
                 chunk = torch.load(cast(Any, archive), map_location="cpu", weights_only=True)
@@ -303,14 +303,14 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
     options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
     try:
         return torch.load(open_archive(), weights_only=True, **options)
-    except pickle.UnpicklingError as error:  # torch refuses an object, since the archive is intact
+    except pickle.UnpicklingError as error:  # the archive is intact, so torch has refused an object
         if not trust:
             raise make_trust_error(path, error) from error
     except (RuntimeError, ValueError) as error:
         raise make_damage_error(path, error) from error
     try:
         return torch.load(open_archive(), weights_only=False, **options)
-    except RuntimeError as error:  # raised by torch, whereas errors of the objects themselves pass
+    except RuntimeError as error:  # torch raises this, while other errors come from the objects
         raise make_damage_error(path, error) from error
 
 
@@ -432,7 +432,7 @@ def _check_pickle(archive: Any, path: AnyPath) -> None:
                 file.read(record)
     except (FileNotFoundError, PermissionError):
         raise
-    except Exception as error:  # a damaged archive may raise anything
+    except Exception as error:  # a damaged archive may raise any exception
         raise make_damage_error(path, error) from error
 
 

@@ -153,10 +153,10 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
             in an object store.
     """
     sizes = gather_objects(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
-    drafts: list[Draft | StoreDraft] = []  # holds one draft on rank 0 and none on other ranks
+    drafts: list[Draft | StoreDraft] = []  # only rank 0 appends a draft
 
     def start() -> AnyPath:
-        drafts.append(start_draft(path))  # before the check, because this also removes the drafts of dead processes
+        drafts.append(start_draft(path))  # this also frees the space of dead processes' drafts
         check_free_space(path, sum(sizes))
         return drafts[0].path
 
@@ -330,7 +330,7 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
 def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Split an optimizer's state into values for DCP, containers in the states, and values outside the states."""
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
-    # some optimizers keep shared values next to the parameters' states, which are not always dicts
+    # some optimizers also keep shared values in `state`, and these are not always dicts
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
     parted = {key: _partition(value, _is_container) for key, value in values.items()}
     kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
@@ -433,8 +433,8 @@ def _make_target(
     meshes = [tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)]
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
     if not is_plain and meshes and len(entry.size) > 0:
-        # The model has no such tensor yet, but a hook may rename the key. Read the smallest shards, to save memory.
-        # `load_model_state` moves them to the parameter's mesh.
+        # The model has no such tensor, but a hook may rename the key later. Read the smallest shards to save memory.
+        # `load_model_state` moves these shards to the mesh of the renamed parameter.
         mesh = max(meshes, key=DeviceMesh.size)
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)

@@ -107,7 +107,7 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
         )
     states = content.pop("optimizer_states", None)
     if states is None and get_optimizer_keys(content):
-        states = get_optimizer_states(content)  # the layout of Lightning's `consolidate_checkpoint`
+        states = get_optimizer_states(content)  # Lightning's `consolidate_checkpoint` writes this layout
     rest = {key: value for key, value in content.items() if key not in get_optimizer_keys(content)}
     return {**rest, "optimizer_states": states} if with_optimizers and states is not None else rest
 

@@ -128,7 +128,7 @@ def _write(name: str, value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_write(name, item) for item in value) + "]"
-    if isinstance(value, set | frozenset):  # sorted, because the order of a set differs between processes
+    if isinstance(value, set | frozenset):  # sort it, because the order of a set differs between processes
         return "{" + ", ".join(sorted(_write(name, item) for item in value)) + "}"
     if isinstance(value, torch.device):
         return value.type
@@ -161,6 +161,6 @@ def _appears(path: Path, patience: timedelta) -> bool:
         if time.monotonic() > deadline:
             return False
         with suppress(OSError):
-            os.listdir(path.parent)  # a network file system then asks its server again
+            os.listdir(path.parent)  # listing a folder makes a network file system ask its server
         time.sleep(0.2)
     return True

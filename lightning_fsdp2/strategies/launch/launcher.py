@@ -58,7 +58,7 @@ class RankLauncher(SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         module: Any = subprocess_script
-        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change this command
+        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change the started command
         try:
             super()._call_children_scripts()
         finally:

@@ -72,7 +72,7 @@ def init_process_group(
     backend = backend or get_default_backend(device)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
-        os.environ["MASTER_ADDR"] = environment.main_address  # the user's code and our messages read it
+        os.environ["MASTER_ADDR"] = environment.main_address  # the user's code may read this
         os.environ["MASTER_PORT"] = str(environment.main_port)
         store = meet(
             environment.main_address,
@@ -82,7 +82,7 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # process groups use the store later too
+        store.set_timeout(timeout)  # later uses of the store by process groups
     dist.init_process_group(
         backend,
         store=store,

@@ -64,7 +64,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
-        if store.add(_NUMBER, 1) == world_size:  # the last rank compares for all
+        if store.add(_NUMBER, 1) == world_size:  # the last rank to arrive compares the values of all ranks
             store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
@@ -161,7 +161,7 @@ def _ask_others(world_size: int, answered: list[int]) -> None:
         while len(answered) < world_size and time.monotonic() < deadline:
             answered[:] = sorted({int(rank) for rank in store.get(_LOST).split()})
             time.sleep(0.1)
-    except RuntimeError:  # the store is gone
+    except RuntimeError:  # the store no longer answers
         answered.clear()
 
 

@@ -63,7 +63,7 @@ class _LoaderWrapper:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # pickle and copy read it before `__init__` has set it
+        if name == "_loader":  # pickle and copy read this attribute before `__init__` sets it
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -86,7 +86,7 @@ class _StatefulShortenedLoader(_ShortenedLoader):
     After the last batch, its state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
-    has_global_position = False  # this wrapper counts only the rank's own batches
+    has_global_position = False  # the position counts only this rank's batches
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader, length)
@@ -119,7 +119,7 @@ class _LockstepLoader(_LoaderWrapper):
 
     def __len__(self) -> int:
         if self._guessed_length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length")  # as `len(loader)` does
+            raise TypeError(f"{type(self._loader).__name__} has no length")  # raise the same error as `len(loader)`
         return self._guessed_length
 
     def __iter__(self) -> Iterator[Any]:
@@ -223,7 +223,7 @@ def _update_digest(digest: Any, value: Any) -> None:
         data = value.detach().cpu().contiguous()
         digest.update(f"tensor {data.dtype} {tuple(data.shape)}".encode())
         digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    elif isinstance(value, Mapping):  # not only dict, for the BatchEncoding of tokenizers
+    elif isinstance(value, Mapping):  # the BatchEncoding of a tokenizer is a Mapping but not a dict
         digest.update(f"mapping of {len(value)}".encode())
         for key in value:
             digest.update(pickle.dumps(key))

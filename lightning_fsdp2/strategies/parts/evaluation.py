@@ -42,7 +42,7 @@ class Evaluation:
         """
         own = torch.tensor(batches, dtype=torch.float64)
         missing = (self._world.find_maximum(batches) - own).nan_to_num(posinf=0.0)
-        # maps this rank's number of steps at the end of each data loader to the steps that only other ranks make
+        # map the step after which a data loader of this rank ends to the number of steps that other ranks still make
         self._missing = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
         self._predictions = 0
 
@@ -62,7 +62,7 @@ class Evaluation:
         predictions = self.run(region, module, step)
         self._predictions += 1
         for _ in range(self._missing.get(self._predictions, 0)):
-            self.run(region, module, step)  # its result is dropped, but other ranks wait for its collectives
+            self.run(region, module, step)  # other ranks wait for the collectives of this step
         return predictions
 
 

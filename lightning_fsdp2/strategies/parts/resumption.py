@@ -102,7 +102,7 @@ class Resumption:
 
     def _take(self, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
         world = self._world
-        if "tracking" in states:  # older checkpoints do not have it
+        if "tracking" in states:  # older checkpoints have no token counts
             self._tracking.set_state(states["tracking"])
         random_states, loader_states, mesh = states["random_states"], states["loader_states"], states.get("mesh")
         changed, lost = [], []
@@ -133,7 +133,7 @@ class Resumption:
         The ranks of one replica must have the same random state, so that dropout is the same. On a different mesh, the
         saved states would not fulfil this.
         """
-        if mesh is None:  # older checkpoints do not have it
+        if mesh is None:  # older checkpoints do not name their mesh
             return ranks == self._world.mesh.size() and self._world.replica_group.size() == 1
         return mesh == self._world.axis_sizes
 
@@ -156,7 +156,7 @@ class Resumption:
         counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in get_loaders(trainer)]
         if self._repeats_epoch:
             self._repeats_epoch = False
-            counts = [] if progress.is_last_batch else [0]  # without a batch left, Lightning only ends the epoch
+            counts = [] if progress.is_last_batch else [0]  # after the last batch, Lightning only ends the epoch
         for count in counts:
             if count is not None and count != progress.current.ready:
                 shift = count - progress.current.ready

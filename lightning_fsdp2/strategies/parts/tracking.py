@@ -41,7 +41,7 @@ class Tracking(Callback):
         self._when_complete = when_complete
         self._total_tokens = 0
         self._own_tokens = 0  # this rank's tokens since the last sum over the ranks
-        self._rows: list[_Row] = []  # one for each logger
+        self._rows: list[_Row] = []  # one row for each logger
         self._runs: list[dict[str, Any]] = []  # states of the W&B runs in the loaded checkpoint
 
     def attach(self, trainer: Trainer) -> None:
@@ -90,7 +90,7 @@ class Tracking(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # the Trainer has accessed the experiments before this hook, and later accesses must start the W&B runs
+        # the Trainer accesses the experiments before this hook, which must not start W&B runs, but later accesses must
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
 
@@ -99,7 +99,7 @@ class Tracking(Callback):
         for logger, state in zip(_get_wandb_loggers(trainer.loggers), self._runs, strict=False):
             logger.continue_run(state)
         for logger in _get_wandb_loggers(trainer.loggers):
-            _ = logger.experiment  # starts the run
+            _ = logger.experiment  # this access starts the W&B run
         if cast(Any, trainer).enable_autolog_hparams and trainer.is_global_zero and trainer.loggers:
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:
@@ -109,7 +109,7 @@ class Tracking(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._write_rows()  # so that a killed process loses only the current step
+        self._write_rows()  # write now, so that a killed process loses only the current step
 
     @override
     def on_train_batch_end(
@@ -123,7 +123,7 @@ class Tracking(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_rows()  # now, because the validation may take a long time
+        self._write_rows()  # write now, because the validation may take a long time
         self._count()
 
     @override

@@ -257,7 +257,7 @@ def test_a_folder_that_takes_no_files_is_named_and_left_as_it_was(
     monkeypatch.setattr(Path, "mkdir", refuse)
     descriptors = os.listdir("/proc/self/fd")
     message = (
-        rf"folder '{tmp_path}' of the checkpoint cannot be written to \(Read-only file system\); choose another one"
+        rf"folder '{tmp_path}' of the checkpoint cannot be written to \(Read-only file system\); choose another folder"
     )
     with pytest.raises(OSError, match=message) as caught:
         save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2))

@@ -104,7 +104,7 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, of_rank_0: 
     old, new = ("0.0.9", versions["lightning_fsdp2"]) if of_rank_0 else (versions["lightning_fsdp2"], "0.0.9")
     for message in say(run, {}, {}, {}, group=False):
         assert (
-            f"differ: the version of lightning_fsdp2 is {old} on rank 0 (node-0) and {new} on ranks 1 (node-1), 2"
+            f"versions, but the version of lightning_fsdp2 is {old} on rank 0 (node-0) and {new} on ranks 1 (node-1), 2"
             in (message)
         )
         assert "; the version of torch is" in message
@@ -119,7 +119,7 @@ def test_other_backends_are_refused() -> None:
         make_trainer(strategy).fit(Regressor(), make_batches(1))
 
     for message in say(run, {}, {}, group=False):
-        assert "differ: the backend is gloo on rank 0 (node-0) and cpu:gloo on rank 1 (node-1)." in message
+        assert "versions, but the backend is gloo on rank 0 (node-0) and cpu:gloo on rank 1 (node-1)." in message
 
 
 def test_the_whole_config_of_the_command_line_counts() -> None:
@@ -144,7 +144,7 @@ def test_the_whole_config_of_the_command_line_counts() -> None:
 
     for message in run_ranks(run, 2):
         assert message.startswith(
-            "error: The ranks of a run must be the same, and differ: trainer.limit_predict_batches"
+            "error: All ranks of a run must have the same config and versions, but trainer.limit_predict_batches"
         )
 
 
@@ -178,8 +178,8 @@ def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path) -
 
     for message in run_ranks(run, 2):
         assert message == (
-            f"ModelCheckpoint(dirpath='{folder}/checkpoints'): all nodes must share the folder of checkpoints, and what"
-            " rank 0 (node-0) writes there does not appear on 1 (node-1). Choose one on a shared file system, or in an"
+            f"ModelCheckpoint(dirpath='{folder}/checkpoints'): all nodes must share the checkpoint folder, but a file"
+            " from rank 0 (node-0) does not appear on 1 (node-1). Choose a folder on a shared file system, or in an"
             " object store."
         )
     assert list((folder / "checkpoints").iterdir()) == []

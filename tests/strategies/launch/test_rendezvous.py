@@ -149,9 +149,8 @@ def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path, monk
     for message in kind.run(run, 3)[::2]:
         assert "Timed out waiting 1000ms" in message
         assert message.endswith(
-            "Another rank ended before this one, or answers no longer. The same is noticed by the ranks 0 (a), 2 (b)."
-            " Nothing is heard yet of 1 (a): they wait for others, or are gone; see their logs, and whether their hosts"
-            " live."
+            "Another rank has ended or no longer answers. The ranks 0 (a), 2 (b) have noticed this. There is no report"
+            " yet from 1 (a): they may be waiting or gone; look at their logs, and check that their hosts are up."
         )
 
 
