@@ -504,7 +504,9 @@ def _check_reshard_after_forward(value: object) -> None:
     if not isinstance(value, int):
         raise TypeError(f"reshard_after_forward={value!r} must be a bool, an int or None.")
     if value < 1:
-        raise ValueError(f"reshard_after_forward={value} must be at least 1 as an int; use False to keep parameters.")
+        raise ValueError(
+            f"reshard_after_forward={value} must be a bool, None or an int >= 1; use False to keep parameters."
+        )
 
 
 def _check_depth(option: str, value: object) -> None:

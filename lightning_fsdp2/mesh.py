@@ -5,12 +5,12 @@ A mesh has *axes*, and a tensor has *dims*. All meshes of a run are views of one
 ===============  ===================================================================================================
 view             axes
 ===============  ===================================================================================================
-the mesh itself  ``dp_replicate, dp_shard, context_parallel, tensor_parallel``: what :func:`create_device_mesh` returns
-sharding         ``dp_replicate, dp_shard_cp, tensor_parallel``: what FSDP shards and replicates over
-loss             ``dp_cp, tensor_parallel``: what losses and gradients are averaged over
-data             ``data_parallel, context_parallel, tensor_parallel``: which rank reads which batch; the mesh that
-                 modules written for Lightning's ``ModelParallelStrategy`` expect
-model            ``data_parallel, cp_tp``: the ranks that hold one replica of the model and read the same batch
+the mesh itself  ``dp_replicate, dp_shard, context_parallel, tensor_parallel``: :func:`create_device_mesh` returns it
+sharding         ``dp_replicate, dp_shard_cp, tensor_parallel``: FSDP shards and replicates over it
+loss             ``dp_cp, tensor_parallel``: losses and gradients are averaged over ``dp_cp``
+data             ``data_parallel, context_parallel, tensor_parallel``: each index of ``data_parallel`` reads its own
+                 batches; modules written for Lightning's ``ModelParallelStrategy`` expect this mesh
+model            ``data_parallel, cp_tp``: ranks along ``cp_tp`` hold one model replica and read the same batch
 ===============  ===================================================================================================
 
 Every view has all of its axes, including those of size 1, so that the same code runs on one rank and on a thousand.

@@ -250,7 +250,7 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "activation_checkpointing_scope", ["all", "vision"], ValueError, "use 'all' alone, or leave it out"),
     (FSDP2Config, "activation_checkpointing_scope", [], ValueError, "use activation_checkpointing=False."),
     (DDPConfig, "activation_checkpointing_scope", 3, TypeError, "must be a word or a list of words; use 'all',"),
-    (FSDP2Config, "reshard_after_forward", 0, ValueError, "must be at least 1 as an int; use False"),
+    (FSDP2Config, "reshard_after_forward", 0, ValueError, "must be a bool, None or an int >= 1; use False"),
     (FSDP2Config, "reshard_after_forward", 1.5, TypeError, "must be a bool, an int or None."),
     (FSDP2Config, "context_parallel_method", "ring", ValueError, "is unknown; use 'auto', 'allgather' or 'ulysses'."),
     (FSDP2Config, "context_parallel_inputs", ["spans"], TypeError, "must be a mapping of names to dims; use for exam"),

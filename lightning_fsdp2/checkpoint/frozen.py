@@ -60,7 +60,7 @@ def put_back_frozen(
 
     Raises:
         OSError: When the pretrained files of ``module`` can no longer be read.
-        ValueError: When ``module`` has not read these weights from pretrained files, or from those of another model.
+        ValueError: When ``module`` has not read these weights from the files of the same pretrained model.
     """
     own = module.state_dict() if left_out else {}
     read = list_frozen(module) if left_out else []

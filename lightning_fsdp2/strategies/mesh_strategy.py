@@ -1,4 +1,4 @@
-"""Base class of the strategies that train on a device mesh. Parts of the strategy handle its Lightning hooks."""
+"""Base class of the strategies that train on a device mesh. It implements the hooks that Lightning's Trainer calls."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping

@@ -81,7 +81,7 @@ def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the flags that differ between two configs of one class, except flags that do not change the module."""
+    """Compare the flags that change a module in two configs of one class, and return those that differ."""
     flags, others = _get_flags(first), _get_flags(second)
     return {
         name: (value, others[name])

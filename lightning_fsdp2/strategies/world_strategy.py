@@ -72,12 +72,12 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def dp_size(self) -> int | Literal["auto"] | None:
-        """Number of data parallel ranks; before setup, the requested value."""
+        """Number of data parallel ranks. Before setup, this is the value that the user asked for."""
         return self.data_parallel_size if self.world.has_mesh else self.asked_sizes.dp_size
 
     @property
     def dp_replicate_size(self) -> int | Literal["auto"] | None:
-        """Number of replicas of the sharded model; before setup, the requested value."""
+        """Number of replicas of the sharded model. Before setup, this is the value that the user asked for."""
         return self.world.axis_sizes[DP_REPLICATE] if self.world.has_mesh else self.asked_sizes.dp_replicate_size
 
     @property

@@ -194,7 +194,7 @@ class CheckpointReader(FileSystemReader):
         return future
 
     def find_damaged(self) -> list[str]:
-        """Read all chunks, and return the names of the damaged ones, with their files."""
+        """Read all chunks, and return the names of the damaged chunks with their files."""
         self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
         checksums = read_checksums(cast(AnyPath, self.path))
         damaged = []

@@ -7,8 +7,8 @@
                                      hooks and callbacks save: metadata.<key> (DCP)
       meta.pt                        everything else; Lightning's ``ModelParallelStrategy`` uses the same name
       checksums.json                 a checksum for each stored part of a tensor
-      meta.json                      format version, mesh, versions, sizes of all files and checksums of the small
-                                     ones; written last
+      meta.json                      format version, mesh, versions, sizes of all files and checksums of small files.
+                                     This file is written last.
 """
 
 import errno

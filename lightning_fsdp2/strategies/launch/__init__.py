@@ -1,1 +1,1 @@
-"""Processes and their groups: how they start, find each other, agree and end."""
+"""Start and end of a run's processes, their process groups, and checks that all processes have the same config."""

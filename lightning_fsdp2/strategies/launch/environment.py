@@ -1,4 +1,4 @@
-"""Checks that the launcher of the ranks (Lightning, torchrun or SLURM) has started what the Trainer asks for."""
+"""Checks that Lightning, torchrun or SLURM has started as many processes as the Trainer asks for."""
 
 import os
 import sys

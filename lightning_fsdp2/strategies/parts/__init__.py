@@ -1,1 +1,1 @@
-"""Parts of a strategy: what surrounds steps, loaders, loggers and callbacks of a run."""
+"""Parts of a mesh strategy, each for one task, such as training steps, data loaders, checkpoints and callbacks."""

@@ -35,7 +35,7 @@ class Evaluation:
             )
 
     def begin_predictions(self, batches: list[int | float]) -> None:
-        """Find out how many more steps than this rank the other ranks make.
+        """Find out how many steps this rank has to make in addition to its own, until all ranks are done.
 
         Args:
             batches: This rank's number of batches from each data loader.

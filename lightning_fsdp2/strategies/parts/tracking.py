@@ -90,7 +90,7 @@ class Tracking(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # the Trainer accesses the experiments before this hook, which must not start W&B runs, but later accesses must
+        # until this hook, an access to the logger's experiment does not start a W&B run; later it does
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
 

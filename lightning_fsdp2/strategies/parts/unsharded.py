@@ -50,7 +50,7 @@ def move_to_device(root: LightningModule, device: torch.device) -> None:
 
 
 def synchronise_batch_norm(module: nn.Module, layer_sync: Any, device: torch.device) -> None:
-    """Replace BatchNorm layers by synchronised ones if ``Trainer(sync_batchnorm=True)`` is set. Call before sharding.
+    """Replace BatchNorm layers with SyncBatchNorm if ``Trainer(sync_batchnorm=True)`` is set, before sharding.
 
     Args:
         module: Module whose layers are replaced.
