@@ -144,7 +144,7 @@ class ParallelSizes:
         if dp * cp * tp != world_size:
             raise ValueError(
                 f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world size is {world_size};"
-                f' use dp_size="auto", or start {dp * cp * tp} processes.'
+                f' use dp_size="auto" or start {dp * cp * tp} processes.'
             )
         return dp
 

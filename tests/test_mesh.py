@@ -471,7 +471,7 @@ def test_a_group_of_the_users_must_be_bound_to_the_device_already() -> None:
     device = torch.device("cuda", 0)
 
     def run() -> None:
-        with pytest.raises(ValueError, match=r"bind_device_id=True, but .* is bound to None, not to cuda:0; give"):
+        with pytest.raises(ValueError, match=r"bind_device_id=True, but .* is bound to None, not to cuda:0; pass"):
             check_bound_device("nccl", device)
         dist.group.WORLD.bound_device_id = device
         check_bound_device("nccl", device)

@@ -508,7 +508,7 @@ def test_help_of_a_config_shows_the_texts_of_its_fields(capsys):
         main(["fit", f"--trainer.strategy.help={__name__}.Strategy", "--trainer.strategy.config.help"])
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Whether each transformer layer is compiled with torch.compile, and so is the loss" in shown
+    assert "Whether each transformer layer is compiled with torch.compile. The loss of CausalLM" in shown
 
 
 @pytest.mark.usefixtures("_restored_settings")

@@ -1,1 +1,1 @@
-"""Formats of checkpoints: a directory to which each rank adds its shards, and a single file with whole tensors."""
+"""The two formats of checkpoints: a directory with shards from all ranks, and a single file with whole tensors."""

@@ -1,4 +1,4 @@
-"""What a strategy refuses: callbacks, loggers, optimizers and parameters that do not work on a sharded module."""
+"""Checks that refuse callbacks, loggers, optimizers and parameters that do not work with a sharded module."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -30,15 +30,15 @@ OPTIMIZERS_WITHOUT_SHARDED_STEP: tuple[type[Optimizer], ...] = (
 
 
 def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *, traces_module: bool) -> None:
-    """Refuse options of the Trainer that a strategy cannot honour.
+    """Refuse a Trainer with callbacks, loggers or a clipping value that do not work under the strategy.
 
     Args:
         trainer: Trainer whose options are checked.
-        callbacks: Reason for the refusal and what to do instead, by class of callback.
+        callbacks: Reason for the refusal and the remedy, by class of callback.
         traces_module: Whether loggers may trace the module.
 
     Raises:
-        ValueError: When an option cannot be honoured. The message names the first one.
+        ValueError: When an option does not work. The message names the first such option.
     """
     refuse_callbacks(trainer, callbacks)
     check_clipping(trainer)
@@ -51,7 +51,7 @@ def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) ->
 
     Args:
         trainer: Trainer whose callbacks are checked.
-        refused: Reason for the refusal and what to do instead, by class.
+        refused: Reason for the refusal and the remedy, by class.
 
     Raises:
         ValueError: When the Trainer has such a callback. The message names the first one.

@@ -68,7 +68,7 @@ class Steps:
         finish_gradients: Callable[[], None],
         wait_for_copies: Callable[[], None],
     ) -> Callable[[], Any]:
-        """Return the closure of an optimizer step, extended by what must happen between backward and the step.
+        """Wrap the closure of an optimizer step, to finish gradients and wait for copies between backward and the step.
 
         Args:
             module: Module that is trained.
