@@ -104,7 +104,7 @@ class _Flags:
         object.__setattr__(self, name, value)
 
     def _check_refused(self, **init_only: object) -> None:
-        """Refuse other values than the default for the fields in ``_REFUSED``.
+        """Refuse values other than the default for the fields in ``_REFUSED``.
 
         Args:
             init_only: Values of the ``InitVar`` fields, which the config does not store.

@@ -56,7 +56,7 @@ def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:
 def put_back_frozen(
     path: str | Path, module: nn.Module, state: dict[str, Any], left_out: Sequence[LeftOut]
 ) -> dict[str, Any]:
-    """Add to ``state`` the weights that the checkpoint does not hold, with the values of ``module``.
+    """Return ``state`` plus the weights that the checkpoint does not hold, which are taken from ``module``.
 
     Raises:
         OSError: When the pretrained files of ``module`` can no longer be read.

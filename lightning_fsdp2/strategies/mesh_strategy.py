@@ -167,7 +167,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @property
     def manager(self) -> ManagerT:
-        """The manager that parallelises the module; it exists once the Trainer has started its processes."""
+        """The manager that parallelises the module. It exists once the Trainer has started its processes."""
         if self._manager is None:
             raise RuntimeError("The strategy has no manager yet: the Trainer creates it in `setup`.")
         return self._manager

@@ -132,7 +132,7 @@ def choose_precision(plugin: Precision | None, strategy: str) -> ShardedPrecisio
 
 
 def get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
-    """Return the dtype that layers compute in, by a strategy's ``config`` and the Trainer's ``precision``."""
+    """Return the dtype that layers compute in under a strategy's ``config`` and the Trainer's ``precision``."""
     default = torch.float32 if precision.precision == "32-true" else torch.bfloat16
     policy = getattr(config, "mp_policy", None)
     return getattr(config, "autocast_dtype", None) or getattr(policy, "param_dtype", None) or default

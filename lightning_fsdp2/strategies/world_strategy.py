@@ -156,7 +156,7 @@ class WorldStrategy(ParallelStrategy):
         return self.world.group_timeout
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
-        """Change the timeout of collectives that start from now on; None restores the strategy's ``timeout``."""
+        """Change the timeout of collectives that start from now on. None restores the strategy's ``timeout``."""
         self.world.set_group_timeout(timeout)
 
     @override
@@ -185,5 +185,5 @@ class WorldStrategy(ParallelStrategy):
         return all_gather(tensor, group or dist.group.WORLD, sync_grads)
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start a maximum of ``number`` over all ranks, on the host. Return a function that waits for the result."""
+        """Start to compute the maximum of ``number`` over all ranks, on the host. Return a function to get the result."""
         return self.world.start_maximum(number)

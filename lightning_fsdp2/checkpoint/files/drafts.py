@@ -186,7 +186,7 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
 
 
 def check_free_space(path: AnyPath, size: int) -> None:
-    """Refuse a save for which the disk has not enough free space, before anything is written.
+    """Refuse a save for which the disk does not have enough free space, before anything is written.
 
     Args:
         path: Path of the checkpoint.

@@ -256,7 +256,7 @@ def save_plain(value: Any, file: Any) -> None:
 
 
 def warn_of_objects(value: Any) -> None:
-    """Warn once per process if a checkpoint holds objects, because it could then only be loaded with trust.
+    """Warn once per process if a checkpoint holds objects, because loading refuses it unless it is trusted.
 
     Args:
         value: Content of the checkpoint. Its tensors are ignored.

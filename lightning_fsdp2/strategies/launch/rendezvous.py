@@ -153,7 +153,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
 
 
 def _ask_others(world_size: int, answered: list[int]) -> None:
-    """Report through the store that this rank's collective failed, and add all ranks that report so to ``answered``."""
+    """Report this rank's failed collective through the store, and list the ranks that report one in ``answered``."""
     store: Any = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:

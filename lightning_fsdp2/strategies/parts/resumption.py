@@ -29,7 +29,7 @@ _KEY = "lightning_fsdp2"
 
 
 class Resumption:
-    """Saver and restorer of random states, data loader positions and token counts.
+    """Helper that saves and restores random states, data loader positions and token counts.
 
     Args:
         world: The ranks of the run.

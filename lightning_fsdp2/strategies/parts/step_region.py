@@ -83,7 +83,7 @@ class StepRegion:
     def _make_enter_hook(self, name: str) -> Callable[..., None]:
         def enter_hook(module: nn.Module, args: Any) -> None:
             is_outside = self._depth == 0 and not is_unsharded_by_user(module)
-            self._depth += 1  # increase it first, because the exit hook decreases it even after an error
+            self._depth += 1  # count the call before any error, because the exit hook always runs
             if is_outside:
                 wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, self._remedy)
 

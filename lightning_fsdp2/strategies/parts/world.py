@@ -102,7 +102,7 @@ class World:
         return get_mesh(self.mesh, DATA_PARALLEL).size()
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
-        """Change the timeout of collectives that start from now on; None restores the strategy's ``timeout``.
+        """Change the timeout of collectives that start from now on. None restores the strategy's ``timeout``.
 
         This applies to all groups that steps use, but not to the group for background saves.
         """
@@ -154,7 +154,7 @@ class World:
         return largest
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start a maximum of ``number`` over all ranks, on the host. Return a function that waits for the result."""
+        """Start to compute the maximum of ``number`` over all ranks, on the host. Return a function to get the result."""
         largest = torch.tensor(number)
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
 
