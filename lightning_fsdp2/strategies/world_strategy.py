@@ -185,5 +185,5 @@ class WorldStrategy(ParallelStrategy):
         return all_gather(tensor, group or dist.group.WORLD, sync_grads)
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start to compute the maximum of ``number`` over all ranks, on the host. Return a function to get the result."""
+        """Start to find the largest ``number`` of all ranks, on the host. Return a function to get the result."""
         return self.world.start_maximum(number)

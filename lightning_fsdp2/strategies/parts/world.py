@@ -154,7 +154,7 @@ class World:
         return largest
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start to compute the maximum of ``number`` over all ranks, on the host. Return a function to get the result."""
+        """Start to find the largest ``number`` of all ranks, on the host. Return a function to get the result."""
         largest = torch.tensor(number)
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
 
