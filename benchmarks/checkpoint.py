@@ -1,4 +1,4 @@
-"""What checkpoints cost: ours beside those of Lightning's ModelParallelStrategy, and beside the disk itself.
+"""Measure the cost of our checkpoints, of those of Lightning's ModelParallelStrategy, and of plain writes to the disk.
 
 Two or more CPU ranks train a transformer with AdamW through the Trainer, save, and resume in a new Trainer:
 
@@ -8,11 +8,11 @@ Two or more CPU ranks train a transformer with AdamW through the Trainer, save, 
     async         FSDP2Strategy(checkpoint=CheckpointConfig(async_save=True))
     disk          no checkpoint: each rank writes as many bytes to a file in blocks of 16 MiB, then fsync
 
-They take turns in the same processes and the same directory, one round each, another one first in each repeat. Each
-round builds its model anew, so that there is only one at a time. The module shards itself in ``configure_model``, hence
-alike under either strategy. Before a save all that is to be written has been written, and before a load the cached
-files are dropped. What was loaded is compared with what was saved, by sums over the bits of each tensor. Steps behind
-the first train one of the layers only, or most of the time would be spent on them.
+These variants take turns in the same processes and the same directory, for one round each. Each repeat starts with
+another variant. Each round builds a new model, so that there is only one model at a time. The module shards itself in
+``configure_model``, in the same way under both strategies. Before a save, all pending writes are flushed. Before a
+load, the page cache is dropped. Sums over the bits of each tensor verify that the loaded state is the saved state.
+After the first step, only one layer is trained, since steps would otherwise take most of the time.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/checkpoint.py --directory DIR
 """
@@ -55,7 +55,7 @@ from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
 THEIRS, SYNC, NO_CHECKSUMS, ASYNC, DISK = VARIANTS = ("theirs", "sync", "no-checksums", "async", "disk")
 
 HASHER = "lightning_fsdp2.checkpoint.files.chunks.xxhash.xxh3_128"
-"""What the writer feeds with all it writes, and the reader with all it reads."""
+"""Hash function for all bytes that are written to a checkpoint or read from it."""
 
 USUAL_STEP = "a usual training step, s"
 BLOCKED = "training blocked, s"
@@ -82,7 +82,7 @@ MEASURES = (
 
 LAYERS, HEAD_SIZE, TOKENS = 16, 64, 8
 BYTES_PER_PARAMETER = 12
-"""In a checkpoint: float32 weights and AdamW's two moments."""
+"""Bytes of a parameter in a checkpoint: a float32 weight and the two moments of AdamW."""
 
 WARMUP_STEPS, NORMAL_STEPS, MOST_STEPS = 1, 3, 1000
 BLOCK = 16 * 2**20
@@ -93,7 +93,7 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 @dataclass(frozen=True)
 class Target:
-    """What a variant has to reach in one measure, absolutely or in relation to another variant."""
+    """A limit for one measure of a variant, either absolute or as a ratio to another variant."""
 
     variant: str
     measure: str
@@ -113,11 +113,11 @@ TARGETS = (
 )
 
 Rounds = dict[str, list[dict[str, float]]]
-"""What each variant's rounds have measured."""
+"""Measured values of each round, by variant."""
 
 
 class Watcher:
-    """Reads every 10 ms how much memory this process has, and whether a checkpoint has appeared under its name."""
+    """Watcher that reads every 10 ms how much memory this process uses, and whether a checkpoint has appeared."""
 
     def __init__(self) -> None:
         self.appeared: float | None = None
@@ -127,12 +127,12 @@ class Watcher:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def expect(self, path: Path) -> None:
-        """Let ``appeared`` become the time at which ``path`` came to be."""
+        """Watch for ``path``, and set ``appeared`` to the time at which it appears."""
         with self._lock:
             self._expected, self.appeared = path, None
 
     def take_peak(self) -> int:
-        """The most bytes since this was last called."""
+        """Return the peak memory in bytes since the last call."""
         with self._lock:
             peak = max(self._peak, read_resident_memory())
             self._peak = 0
@@ -148,20 +148,20 @@ class Watcher:
 
 
 def read_resident_memory() -> int:
-    """Bytes of this process that are no mapped files."""
+    """Return the resident bytes of this process, without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 class Module(pl.LightningModule):
-    """A transformer without embeddings that shards itself; ``seed`` says which weights."""
+    """A transformer without embeddings that shards itself. ``seed`` determines its weights."""
 
     def __init__(self, parameters: float, seed: int, on_configured: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.width, self.seed, self.on_configured = get_width(parameters), seed, on_configured
 
     def configure_model(self) -> None:
-        """Build on the meta device, shard, and only then allocate."""
+        """Build the model on the meta device, shard it, and only then allocate its weights."""
         width, mesh = self.width, self.device_mesh["data_parallel"]
         with torch.device("meta"):
             layers = [
@@ -179,24 +179,24 @@ class Module(pl.LightningModule):
         self.on_configured()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Any loss that has a gradient; all layers have an optimizer state behind the first step, so one will do."""
+        """Return a loss of all layers in the first step, which creates all optimizer states, and later of one layer."""
         return (self.model[0] if self.trainer.global_step else self.model)(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, so that two thirds of a checkpoint are the optimizer's."""
+        """Return AdamW, whose states are two thirds of a checkpoint."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step, from the end of the one before."""
+    """A training step, measured from the end of the previous step."""
 
     seconds: float
     peak: int
 
 
 class Saving(pl.Callback):
-    """Trains some steps and saves twice; goes on until what was saved is durable."""
+    """Callback that trains some steps, saves twice, and continues until both checkpoints are durable."""
 
     def __init__(self, variant: str, folder: Path, watcher: Watcher) -> None:
         self.variant, self.folder, self.watcher = variant, folder, watcher
@@ -205,13 +205,13 @@ class Saving(pl.Callback):
         self.saved_state: list[int] = []
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Begin what :meth:`_measure` describes."""
+        """Start the measurements of :meth:`_measure`."""
         self._script = self._measure(trainer)
         next(self._script)
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Tell :meth:`_measure` of the step, and let it do what is due before the next."""
+        """Pass the step to :meth:`_measure`, which may save before the next step."""
         try:
             self._script.send(Step(time.perf_counter() - self._started, self.watcher.take_peak()))
         except StopIteration:
@@ -219,12 +219,12 @@ class Saving(pl.Callback):
         self._started = time.perf_counter()
 
     def _measure(self, trainer: pl.Trainer) -> Generator[None, Step, None]:
-        """The whole run; each ``yield`` is a training step."""
+        """Run all measurements. Each ``yield`` waits for a training step."""
         for _ in range(WARMUP_STEPS):
-            yield  # makes the optimizer's state
+            yield  # the first step creates the optimizer states
         normal = []
         for _ in range(NORMAL_STEPS):
-            free_unused_memory()  # as before a save, or the step behind it would be compared with others
+            free_unused_memory()  # as before a save, so that steps after a save are comparable
             normal.append((yield))
         free_unused_memory()
         before = read_resident_memory()
@@ -234,14 +234,14 @@ class Saving(pl.Callback):
         yield
         self.saved_state = summarize_state(trainer)
         self.measured = yield from save(self.path)
-        # what is allocated by the first save and kept for those behind it counts too
+        # memory that the first save allocates and later saves reuse counts, too
         self.measured[SAVE_MEMORY] = max(self.measured[SAVE_MEMORY], first[SAVE_MEMORY])
         self.measured[BLOCKED_FIRST] = first[BLOCKED]
 
     def _save(
         self, trainer: pl.Trainer, path: Path, *, before: int, usual: Step
     ) -> Generator[None, Step, dict[str, float]]:
-        """One save, and training until it is durable."""
+        """Save once, and train until the checkpoint is durable."""
         drop_page_cache(path.parent)
         free_unused_memory()
         self.watcher.take_peak()
@@ -268,12 +268,12 @@ class Saving(pl.Callback):
 
 
 def get_usual(steps: Sequence[Step]) -> Step:
-    """The median duration, and the peak of all."""
+    """Return the median duration and the largest peak of ``steps``."""
     return Step(median(step.seconds for step in steps), max(step.peak for step in steps))
 
 
 class Resuming(pl.Callback):
-    """Times how a Trainer resumes, from the sharded module with other weights to the start of the first batch."""
+    """Callback that times the resumption of a Trainer, from the sharded module to the start of the first batch."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
@@ -281,13 +281,13 @@ class Resuming(pl.Callback):
         self.loaded_state: list[int] = []
 
     def begin(self) -> None:
-        """The module stands, and nothing is loaded."""
+        """Start the clock when the module is built and nothing is loaded."""
         free_unused_memory()
         self.watcher.take_peak()
         self._before, self._started = read_resident_memory(), time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """All is loaded; let the one step run."""
+        """Stop the clock when everything is loaded, and end the run after this step."""
         self.measured[RESUMED] = time.perf_counter() - self._started
         states = [value for value in tree_leaves(dict(trainer.optimizers[0].state)) if isinstance(value, Tensor)]
         needed = self._before + sum(get_local(state).nbytes for state in states)
@@ -297,7 +297,7 @@ class Resuming(pl.Callback):
 
 
 def measure_checkpoint(variant: str, parameters: float, folder: Path, watcher: Watcher) -> dict[str, float]:
-    """A round: train and save, resume elsewhere, compare."""
+    """Run one round: train and save, resume in a new Trainer, and compare the states."""
     saving = Saving(variant, folder, watcher)
     fit(variant, Module(parameters, seed=0), saving)
     drop_page_cache(folder)
@@ -312,8 +312,8 @@ def measure_checkpoint(variant: str, parameters: float, folder: Path, watcher: W
 
 
 def fit(variant: str, module: Module, callback: pl.Callback, path: Path | None = None) -> None:
-    """Train in a Trainer of its own."""
-    gc.collect()  # the module trained before
+    """Train in a new Trainer."""
+    gc.collect()  # frees the module of the previous round
     with without_checksums() if variant == NO_CHECKSUMS else nullcontext():
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -329,14 +329,14 @@ def fit(variant: str, module: Module, callback: pl.Callback, path: Path | None =
 
 
 def make_strategy(variant: str) -> Strategy:
-    """A new one."""
+    """Make the strategy of a variant."""
     if variant == THEIRS:
         return ModelParallelStrategy(dist.get_world_size(), 1, save_distributed_checkpoint=True)
     return FSDP2Strategy(checkpoint=CheckpointConfig(async_save=variant == ASYNC, verify=variant != NO_CHECKSUMS))
 
 
 class NoHasher:
-    """Stands in for ``HASHER``."""
+    """Replacement for ``HASHER`` that computes nothing."""
 
     def __init__(self, data: Any = b"") -> None:
         """Skip the bytes."""
@@ -345,17 +345,17 @@ class NoHasher:
         """Skip the bytes."""
 
     def hexdigest(self) -> str:
-        """The same for all bytes."""
+        """Return the same digest for all bytes."""
         return ""
 
 
 def without_checksums() -> AbstractContextManager[Any]:
-    """Let checkpoints be written without hashing them."""
+    """Return a context manager that makes checkpoints without hashes."""
     return patch(HASHER, NoHasher)
 
 
 def measure_disk(variant: str, parameters: float, folder: Path, watcher: Watcher) -> dict[str, float]:
-    """A round of plain writing."""
+    """Run one round of plain writes to the disk."""
     path, size = folder / f"{variant}-{dist.get_rank()}", get_checkpoint_bytes(parameters) // dist.get_world_size()
     block = memoryview(os.urandom(BLOCK))
     drop_page_cache(folder)
@@ -373,22 +373,22 @@ def measure_disk(variant: str, parameters: float, folder: Path, watcher: Watcher
 
 
 def get_width(parameters: float) -> int:
-    """Of the model whose ``LAYERS`` layers of ``12 * width**2`` parameters come closest, in whole heads."""
+    """Return the width at which ``LAYERS`` layers of ``12 * width**2`` weights come closest to ``parameters``."""
     return HEAD_SIZE * max(1, round((parameters / (12 * LAYERS)) ** 0.5 / HEAD_SIZE))
 
 
 def get_checkpoint_bytes(parameters: float) -> int:
-    """Of all ranks together; norms and biases, some thousandths, are left out."""
+    """Return the bytes of a checkpoint over all ranks, without norms and biases, which are a few thousandths."""
     return BYTES_PER_PARAMETER * 12 * LAYERS * get_width(parameters) ** 2
 
 
 def get_local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Return this rank's part of ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def summarize_state(trainer: pl.Trainer) -> list[int]:
-    """A sum over the bits of each of this rank's weights and optimizer states."""
+    """Return a sum over the bits of each weight and optimizer state on this rank."""
     module, (optimizer,) = trainer.lightning_module, trainer.optimizers
     states = [optimizer.state[parameter] for parameter in module.parameters()]
     tensors = [*module.parameters(), *(state[name] for state in states for name in sorted(state))]
@@ -396,14 +396,14 @@ def summarize_state(trainer: pl.Trainer) -> list[int]:
 
 
 def free_unused_memory() -> None:
-    """Give freed blocks back to the system, which would hide what is allocated next; wait for the other ranks."""
+    """Return freed blocks to the system, so that later allocations show, and wait for the other ranks."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Write out all that waits to be written, then forget the contents of files."""
+    """Flush all pending writes, then drop cached files."""
     dist.barrier()
     if dist.get_rank() == 0:
         os.sync()
@@ -415,7 +415,7 @@ def drop_page_cache(folder: Path) -> None:
 
 
 def can_drop_caches() -> bool:
-    """Drop the whole system's cache, where that is permitted."""
+    """Drop the page cache of the whole system, and return whether that was permitted."""
     try:
         DROP_CACHES.write_text("1")
     except OSError:
@@ -424,7 +424,7 @@ def can_drop_caches() -> bool:
 
 
 def flush(path: Path) -> None:
-    """Make a file or a directory durable, a part of the files on each rank."""
+    """Make a file or a directory durable. Each rank handles a part of the files."""
     for file in sorted(path.rglob("*"))[dist.get_rank() :: dist.get_world_size()]:
         sync(file)
     sync(path)
@@ -433,14 +433,14 @@ def flush(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file or a directory on the disk."""
+    """Make a single file or directory entry durable."""
     with open_descriptor(path) as descriptor:
         os.fsync(descriptor)
 
 
 @contextmanager
 def open_descriptor(path: Path) -> Iterator[int]:
-    """Of a file or a directory."""
+    """Open a descriptor of a file or a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         yield descriptor
@@ -449,14 +449,14 @@ def open_descriptor(path: Path) -> Iterator[int]:
 
 
 def is_true_everywhere(value: bool) -> bool:
-    """The same answer on all ranks."""
+    """Return whether ``value`` is true on all ranks."""
     least = torch.tensor(int(value))
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return bool(least)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, from all ranks' view."""
+    """Remove a checkpoint on rank 0 while all ranks wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(path)
@@ -464,7 +464,7 @@ def remove(path: Path) -> None:
 
 
 def run_rounds(args: argparse.Namespace, folder: Path) -> Rounds:
-    """Let the variants take turns, with a round of a tiny model each at first that pays for imports."""
+    """Let the variants take turns. A first round with a tiny model, which pays for imports, is not counted."""
     rounds: Rounds = {variant: [] for variant in args.variants}
     watcher = Watcher()
     for repeat in range(args.repeats + 1):
@@ -484,20 +484,20 @@ def run_rounds(args: argparse.Namespace, folder: Path) -> Rounds:
 
 
 def take_slowest(values: dict[str, float]) -> dict[str, float]:
-    """The largest value of all ranks."""
+    """Return the largest of each value over all ranks."""
     tensor = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return dict(zip(values, tensor.tolist(), strict=True))
 
 
 def report_progress(text: str) -> None:
-    """Outside of the report."""
+    """Print progress to stderr, apart from the report."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def print_report(rounds: Rounds, args: argparse.Namespace) -> None:
-    """Versions, the table of medians and ratios, and the targets."""
+    """Print versions, the table of medians and ratios, and the targets."""
     parameters, ranks = get_checkpoint_bytes(args.parameters) // BYTES_PER_PARAMETER, dist.get_world_size()
     print(
         f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()};"
@@ -519,12 +519,12 @@ def print_report(rounds: Rounds, args: argparse.Namespace) -> None:
 
 
 def format_median(rounds: list[dict[str, float]], measure: str) -> str:
-    """Of all rounds; a dash where there is none."""
+    """Format the median of all rounds; a dash if the measure was not taken."""
     return f"{get_median(rounds, measure):.3f}" if measure in rounds[0] else "-"
 
 
 def format_ratio(rounds: list[dict[str, float]], others: list[dict[str, float]], measure: str) -> str:
-    """Of the medians, and the range of the ratios in the same repeat."""
+    """Format the ratio of the medians, and the range of the ratios within single repeats."""
     if measure not in others[0] or not all(other[measure] for other in others):
         return "-"
     ratios = [values[measure] / other[measure] for values, other in zip(rounds, others, strict=True)]
@@ -533,12 +533,12 @@ def format_ratio(rounds: list[dict[str, float]], others: list[dict[str, float]],
 
 
 def get_median(rounds: list[dict[str, float]], measure: str) -> float:
-    """Of all rounds."""
+    """Return the median of a measure over all rounds."""
     return median(values[measure] for values in rounds)
 
 
 def print_target(target: Target, rounds: Rounds) -> None:
-    """A row: what the target demands, what was measured, whether that will do."""
+    """Print a row with the measured value, the limit of the target, and whether the value is within the limit."""
     value = get_median(rounds[target.variant], target.measure)
     text = f"{target.variant}: {target.measure}"
     if target.other is not None:
@@ -550,7 +550,7 @@ def print_target(target: Target, rounds: Rounds) -> None:
 
 
 def main() -> None:
-    """Measure in a folder of its own, and leave nothing there."""
+    """Measure in a temporary folder, and remove it at the end."""
     args = parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -569,26 +569,26 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--directory", type=parse_directory, required=True, help="on the disk to measure; it must exist"
+        "--directory", type=parse_directory, required=True, help="folder on the disk to measure; it must exist"
     )
-    parser.add_argument("--parameters", type=float, default=500e6, help="of the model, about; 12 bytes each are saved")
+    parser.add_argument("--parameters", type=float, default=500e6, help="approximate number; 12 bytes each are saved")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each variant")
     parser.add_argument("--variants", type=parse_variants, default=VARIANTS, help=",".join(VARIANTS))
     return parser.parse_args()
 
 
 def parse_directory(text: str) -> Path:
-    """One that exists."""
+    """Return ``text`` as the path of a directory that exists."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no directory; make it first")
     return Path(text)
 
 
 def parse_variants(text: str) -> tuple[str, ...]:
-    """Names separated by commas."""
+    """Parse names of variants that are separated by commas."""
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in VARIANTS]:
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {','.join(VARIANTS)}")

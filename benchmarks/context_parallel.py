@@ -1,19 +1,20 @@
-"""Work, traffic, memory and time of a rank under context parallelism, beside the least that they could be.
+"""Measure the work, traffic, memory and time of a rank under context parallelism, and compare them with lower bounds.
 
-The first table is of a simulated mesh, as plans are: layers of a Llama-3-8B train on one long sequence, by each
-rank in turn, and what is printed is the most that any of them has to do. FLOPs are those of the matrix products and of
-the attention kernels, where a causal call of n queries has n (n + 1) / 2 pairs of a query and a key. Bytes are what a
-rank sends for attention, as if each collective were a ring of its ranks. Activations are what waits for backward.
+The first table is for a simulated mesh, as in plans. Layers of a Llama-3-8B train on one long sequence, simulated for
+one rank after another. The table shows the largest value of any rank. FLOPs are those of the matrix products and of the
+attention kernels. A causal call of n queries has n (n + 1) / 2 pairs of a query and a key. Bytes are the bytes that a
+rank sends for attention if each collective is a ring. Activations are the tensors that are kept for backward.
 
-The least is the work of all causal pairs, the products of one process and its activations, each over the number of
-ranks. What must move depends on the method: with ``allgather`` keys and values once forward, and their gradients once
-backward; with ``ulysses`` queries, keys, values and results once each way.
+The lower bounds are the work of all causal pairs, and the other products and the activations of one process, divided by
+the number of ranks. The lower bound of traffic depends on the method. With ``allgather``, keys and values are sent once
+in forward, and their gradients once in backward. With ``ulysses``, queries, keys, values and results are sent once in
+each direction.
 
-The second table is of documents and windows: the pairs that the calls of attention compute beside those that queries
-see, and the calls of a layer and pass, by the rank that has most of each.
+The second table is for documents and windows. It shows the pairs that attention computes, divided by the pairs that
+queries see, and the number of calls in a layer and pass. Both are the largest values of any rank.
 
-The third table is of two real ranks over gloo, of one thread each, which train a small model with many heads; one of
-them alone, and both with each method, take turns.
+The third table is for two real ranks over gloo, with one thread each, which train a small model with many heads. One
+rank alone and both ranks with each method take turns.
 
     python -m benchmarks.context_parallel
 """
@@ -59,10 +60,10 @@ METHODS = ("allgather", "ulysses")
 ALONE = "one process"
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 ATTENTION_PRODUCTS = {ATTENTION: 2, f"{ATTENTION}_backward": 5}
-"""Matrix products of the kernels; backward computes the scores again."""
+"""Number of matrix products in each attention kernel. Backward computes the scores again."""
 
 EXCHANGES = {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"}
-"""The collectives of attention. FSDP's are none of the functional ones, those of norms and losses are all-reduces."""
+"""Functional collectives that attention uses. FSDP uses other operations, and norms and losses use all-reduces."""
 
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 
@@ -79,23 +80,23 @@ TOY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank does in a training step, or the least of it."""
+    """The work of a rank in a training step, or its lower bound."""
 
     attention_flops: float
-    """Of the attention kernels, forward and backward."""
+    """FLOPs of the attention kernels, in forward and backward."""
 
     product_flops: float
-    """Of all other matrix products."""
+    """FLOPs of all other matrix products."""
 
     traffic: float
     """Bytes that attention sends."""
 
     activations: float
-    """Bytes that are kept from forward to backward."""
+    """Bytes of tensors that are kept from forward to backward."""
 
 
 class ShareCounter(TorchDispatchMode):
-    """Counts what reaches the dispatcher."""
+    """Dispatch mode that counts FLOPs and bytes that are sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class ShareCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor: its local tensors come by next
+            return NotImplemented  # a DTensor: the operation comes again with its local tensors
         result = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
         if func._schema.name in ATTENTION_PRODUCTS:
@@ -120,14 +121,14 @@ class ShareCounter(TorchDispatchMode):
 
 
 def count_attention_flops(query: Tensor, key: Tensor, *, is_causal: bool) -> int:
-    """Of one matrix product, such as that of the scores, over the pairs of a query and a key that see each other."""
+    """Return the FLOPs of one matrix product of attention, such as the scores, over all visible query-key pairs."""
     batch, heads, queries, dim = query.shape
     pairs = queries * (queries + 1) // 2 if is_causal else queries * key.size(2)
     return 2 * batch * heads * pairs * dim
 
 
 class CountedLM(CausalLM):
-    """Counts in its optimizer steps, each of which holds its forward and its backward."""
+    """Module that counts the work of each optimizer step, including its forward and its backward."""
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         with ShareCounter() as self.counter:
@@ -135,7 +136,7 @@ class CountedLM(CausalLM):
 
 
 def simulate(run: Run, method: str, rank: int) -> Share:
-    """A step of one rank in a world of fake ranks and fake tensors; nothing is computed."""
+    """Simulate a step of one rank with fake ranks and fake tensors, and return its work. Nothing is computed."""
     module = CountedLM(config=run.model)
     trainer = make_trainer(run, Variant({"context_parallel_method": method}))
     recording = simulate_step(trainer, module, make_batch(run), world_size=run.ranks, rank=rank).recording
@@ -150,21 +151,21 @@ def simulate(run: Run, method: str, rank: int) -> Share:
 
 
 def make_run(model: dict[str, Any], length: int, cp_size: int) -> Run:
-    """One sequence for ``cp_size`` ranks, or for each of two: one rank alone would gather no parameters."""
+    """Make a run with a sequence for each ``cp_size`` ranks. It has at least two ranks, so that weights are gathered."""
     return Run(model, max(2, cp_size), 1, length, cp_size=cp_size)
 
 
 def find_most(run: Run, method: str, worker: int = 0) -> Share:
-    """The most that any of the ranks of a sequence has to do, of each kind."""
+    """Return the largest work of each kind among the ranks of a sequence."""
     shares = [astuple(simulate(run, method, rank)) for rank in range(run.cp_size)]
     return Share(*(max(values) for values in zip(*shares, strict=True)))
 
 
 def compute_least(run: Run, method: str, alone: Share) -> Share:
-    """What the busiest rank has to do at least, where one process has to do what ``alone`` says."""
+    """Return the lower bound for the busiest rank. ``alone`` is the work of one process without context parallelism."""
     model, ranks, length = run.model, run.cp_size, run.sequence_length
     heads, key_heads = model["num_attention_heads"], model["num_key_value_heads"]
-    width = model["num_hidden_layers"] * model["hidden_size"] // heads  # of one head in all layers
+    width = model["num_hidden_layers"] * model["hidden_size"] // heads  # width of one head, summed over layers
     pairs = length * (length + 1) // 2
     flops = 2 * sum(ATTENTION_PRODUCTS.values()) * heads * width * pairs
     sent_heads = 2 * key_heads if method == "allgather" else 2 * (heads + key_heads) / ranks
@@ -190,7 +191,7 @@ def print_shares(args: argparse.Namespace) -> None:
 
 
 def print_share(method: str, cp_size: int, share: Share, least: Share) -> None:
-    """Print a row."""
+    """Print a row with the work of a rank, and its ratio to the lower bound."""
     cells = []
     for value, bound, unit in zip(astuple(share), astuple(least), (1e12, 1e12, 2**30, 2**30), strict=True):
         cells += [f"{value / unit:.2f}", f"{value / bound:.3f}" if bound else "-"]
@@ -198,7 +199,7 @@ def print_share(method: str, cp_size: int, share: Share, least: Share) -> None:
 
 
 def print_blocks(args: argparse.Namespace) -> None:
-    """Print a row for each pattern and method."""
+    """Print the second table: calls and pairs of attention for each pattern and method."""
     length, ranks = args.blocks_length, max(args.cp_sizes)
     print(f"\n1 x {length} tokens, cp {ranks}; the most of any rank:\n")
     print("| window | documents of | method | calls | computed / seen |\n|--:|--:|---|--:|--:|")
@@ -212,7 +213,7 @@ def print_blocks(args: argparse.Namespace) -> None:
 def count_blocks(
     length: int, window: int | None, document: int | None, method: str, rank: int, ranks: int
 ) -> tuple[int, float]:
-    """Calls of attention in a layer and pass, and the pairs that they compute over those that are seen."""
+    """Return the number of attention calls in a layer and pass, and the ratio of computed pairs to visible pairs."""
     positions, device = torch.arange(length), torch.device("cpu")
     documents = None if document is None else find_documents((positions // document)[None], device)
     chunks: tuple[Chunk, ...] = (Chunk(0, length),)
@@ -225,7 +226,7 @@ def count_blocks(
 
 
 def count_pairs(block: Block) -> int:
-    """Pairs of a query and a key, for each head."""
+    """Return the number of query-key pairs that a block computes for each head."""
     if isinstance(block, SegmentBlock):
         return block.pairs
     queries = block.rows.stop - block.rows.start
@@ -233,7 +234,7 @@ def count_pairs(block: Block) -> int:
 
 
 def measure_times(args: argparse.Namespace, folder: str, rank: int) -> dict[str, list[dict[str, float]]]:
-    """The seconds of each variant's steps by each clock, of the slower rank."""
+    """Return the seconds of each variant's steps on the slower rank, by each clock."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
@@ -253,12 +254,12 @@ def measure_times(args: argparse.Namespace, folder: str, rank: int) -> dict[str,
             times[name].append(dict(zip(CLOCKS, seconds.tolist(), strict=True)))
     for loss in losses.values():
         torch.testing.assert_close(loss, losses[METHODS[0]], rtol=1e-5, atol=1e-5)
-    dist.barrier()  # a rank that ends before its peers would make them fail
+    dist.barrier()  # a rank that exits early would make its peers fail
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def train_step(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Forward and backward."""
+    """Run forward and backward, and return the loss."""
     model.zero_grad()
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
@@ -266,19 +267,19 @@ def train_step(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def make_toy() -> LlamaForCausalLM:
-    """The same weights at every call."""
+    """Make a small Llama with the same weights at every call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**TOY)).train()
 
 
 def shard(model: nn.Module, method: str) -> nn.Module:
-    """In float32, as the model alone."""
+    """Shard a model over the context parallel ranks, in float32 like the model of one process."""
     config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), context_parallel_method=method)
     return FSDP2Manager(config, create_device_mesh(config, cp_size=dist.get_world_size())).parallelize(model)
 
 
 def print_times(times: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
-    """Print the medians, and the ratios to one process in the same round."""
+    """Print the third table: medians, and ratios to one process in the same round."""
     parameters = sum(parameter.numel() for parameter in make_toy().parameters())
     print(
         f"\n{os.cpu_count()} CPU cores, 2 ranks of 1 thread, gloo; a Llama of {parameters / 1e6:.1f} million parameters"
@@ -295,13 +296,13 @@ def print_times(times: dict[str, list[dict[str, float]]], args: argparse.Namespa
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cp-sizes", type=int, nargs="+", default=[2, 4, 8], help="of the simulated meshes")
-    parser.add_argument("--layers", type=int, default=4, help="of the simulated model")
-    parser.add_argument("--simulated-length", type=int, default=32768, help="of the simulated sequence")
-    parser.add_argument("--blocks-length", type=int, default=131072, help="of the sequence of the second table")
-    parser.add_argument("--length", type=int, default=4096, help="of the sequence that is timed")
+    parser.add_argument("--cp-sizes", type=int, nargs="+", default=[2, 4, 8], help="sizes of the simulated meshes")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the simulated model")
+    parser.add_argument("--simulated-length", type=int, default=32768, help="length of the simulated sequence")
+    parser.add_argument("--blocks-length", type=int, default=131072, help="length for the second table")
+    parser.add_argument("--length", type=int, default=4096, help="length of the timed sequence")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each variant")
     return parser.parse_args(arguments)
 

@@ -1,10 +1,10 @@
-"""Peak memory of a training step per rank and by category: what each option of FSDP2Config and CausalLM saves.
+"""Show how much peak memory each option of FSDP2Config and CausalLM saves in a training step, by category.
 
-A Llama-3-8B is planned (``lightning_fsdp2.plan``): a step of the Trainer on torch's fake process group, with fake
-tensors, of which every storage that is made, resized and freed is written down.
+First, a Llama-3-8B is planned (``lightning_fsdp2.plan``): a step of the Trainer runs on torch's fake process group with
+fake tensors, and every allocation is recorded.
 
-A small model is then both planned and trained: two forked ranks with real tensors and gloo. What their step adds to the
-resident memory at its peak, as Linux counts it, is printed beside what the plan says it adds.
+Then a small model is both planned and trained, by two forked ranks with real tensors and gloo. The table compares the
+resident memory that a step adds at its peak, as Linux counts it, with the memory that the plan predicts.
 
     python benchmarks/memory.py
 """
@@ -40,7 +40,7 @@ from lightning_fsdp2.plan import RankPlan, plan_run
 from lightning_fsdp2.plan.simulation.recorder import CATEGORIES, OPTIMIZER_STATES, WEIGHTS
 
 M_MMAP_THRESHOLD = -3
-"""Of glibc's ``mallopt``: larger blocks go back to the system as soon as they are freed."""
+"""Option of glibc's ``mallopt``. Blocks above this size return to the system as soon as they are freed."""
 
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -66,7 +66,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: options of the strategy and of the module."""
+    """A row of a table: options of the strategy and of the module."""
 
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of FSDP2Config."""
@@ -76,7 +76,7 @@ class Variant:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether shards and optimizer live on the host."""
+        """Whether shards and optimizer states are on the host."""
         return bool(self.config.get("offload_policy"))
 
 
@@ -109,7 +109,7 @@ class Run:
 
 
 def main() -> None:
-    """Print the table of each simulated mesh, and that of the small model's real and simulated run."""
+    """Print a table for each simulated mesh, and a table that compares plans and real runs of the small model."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}\n")
@@ -122,10 +122,12 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=64, help="of the simulated mesh")
-    parser.add_argument("--tp-sizes", type=int, nargs="+", default=[1, 8], help="one table each")
+    parser.add_argument("--ranks", type=int, default=64, help="ranks of the simulated mesh")
+    parser.add_argument(
+        "--tp-sizes", type=int, nargs="+", default=[1, 8], help="tensor parallel sizes, with one table each"
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--sequence-length", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=1, help="sequences per data parallel rank")
@@ -134,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def print_simulation(run: Run, variants: Iterable[str]) -> None:
-    """Print a row for each variant: GiB per category at the peak."""
+    """Print the planned GiB of each category at the peak, with a row for each variant."""
     print(f"{run}, {run.batch_size} x {run.sequence_length} tokens per data parallel rank; GiB:\n")
     print(f"| variant | {' | '.join(CATEGORIES)} | peak | in |")
     print(f"|---|{'--:|' * (len(CATEGORIES) + 1)}---|")
@@ -148,7 +150,7 @@ def print_simulation(run: Run, variants: Iterable[str]) -> None:
 
 
 def print_comparison(runs: Iterable[Run], variants: Iterable[str]) -> None:
-    """Print a row for each variant of the small model, planned and trained by processes; MiB."""
+    """Print the planned and the measured MiB of the small model, with a row for each variant."""
     columns = ("peak, planned", "added, planned", "added, resident", "planned / resident")
     print(f"| ranks | variant | {' | '.join(columns)} |")
     print(f"|---|---|{'--:|' * len(columns)}")
@@ -164,24 +166,24 @@ def print_comparison(runs: Iterable[Run], variants: Iterable[str]) -> None:
 
 
 def is_measurable(run: Run, variant: Variant) -> bool:
-    """Whether the options of ``variant`` mean anything to ``run``."""
+    """Return whether the options of ``variant`` have an effect in ``run``."""
     return run.tp_size > 1 or not variant.config.get("loss_parallel")
 
 
 def run_forked(function: Callable[[int], Any], ranks: int) -> list[Any]:
-    """Call ``function`` with each rank in a process of its own, which inherits what was imported."""
+    """Call ``function`` with each rank in a separate forked process, which need not import modules again."""
     with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
         return list(pool.map(function, range(ranks)))
 
 
 def plan(run: Run, variant: Variant) -> RankPlan:
-    """Of rank 0, without anything being computed."""
+    """Plan rank 0 of a run."""
     trainer = make_trainer(run, variant)
     return plan_run(trainer, make_module(run, variant), make_batch(run), world_size=run.ranks, suggest=False).ranks[0]
 
 
 def make_trainer(run: Run, variant: Variant) -> Trainer:
-    """Of the run, for a plan of it."""
+    """Make the Trainer of a run that is planned."""
     strategy = FSDP2Strategy(tp_size=run.tp_size, cp_size=run.cp_size, config=make_config(run, variant))
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_steps": 1}
     return Trainer(
@@ -190,44 +192,44 @@ def make_trainer(run: Run, variant: Variant) -> Trainer:
 
 
 def count_added(planned: RankPlan) -> int:
-    """What the step adds to what is there before it: weights, gradients that are as large, and optimizer states."""
+    """Return the bytes that a planned step adds to weights, optimizer states and gradients, which exist before it."""
     return planned.peak_bytes - 2 * planned.peak[WEIGHTS] - planned.peak[OPTIMIZER_STATES]
 
 
 def train(run: Run, variant: Variant, folder: str, rank: int) -> int:
-    """What a step of a real run adds to the resident memory at its peak, as Linux counts it."""
+    """Run a real step, and return the bytes that it adds to the resident memory at its peak, as Linux counts them."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     store = dist.FileStore(f"{folder}/store", run.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=timedelta(seconds=60))
     step = build_step(run, variant)
     step()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident memory
     before = read_resident_memory("VmRSS")
     step()
     added = read_resident_memory("VmHWM") - before
-    dist.barrier()  # a rank that ends before its peers would make them fail
+    dist.barrier()  # a rank that exits early would make its peers fail
     return added
 
 
 def read_resident_memory(name: str) -> int:
-    """Bytes of this process now (``VmRSS``) or at the peak (``VmHWM``)."""
+    """Return the resident bytes of this process: now (``VmRSS``) or at the peak (``VmHWM``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def make_config(run: Run, variant: Variant) -> FSDP2Config:
-    """Options of the strategy."""
+    """Make the config of the strategy for a variant."""
     return FSDP2Config(sequence_parallel=run.tp_size > 1, **variant.config)
 
 
 def make_module(run: Run, variant: Variant) -> CausalLM:
-    """Without its model, which is built later."""
-    # `foreach` is what AdamW does by default on a GPU
+    """Make the module of a variant, which builds its model later."""
+    # `foreach` is the default of AdamW on a GPU, but not on a CPU
     return CausalLM(config=run.model, optimizer=partial(AdamW, foreach=True), **variant.module)
 
 
 def make_batch(run: Run, device_type: str = "cpu") -> dict[str, Tensor]:
-    """Of a data parallel rank."""
+    """Make a random batch of one data parallel rank."""
     tokens = torch.randint(run.model["vocab_size"], (run.batch_size, run.sequence_length), device=device_type)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -235,7 +237,7 @@ def make_batch(run: Run, device_type: str = "cpu") -> dict[str, Tensor]:
 def build_step(run: Run, variant: Variant, device_type: str = "cpu") -> Callable[[], None]:
     """Shard a module as ``FSDP2Strategy`` does under ``precision="bf16-mixed"``, and return a step of its training.
 
-    The first step makes the optimizer's state and fills the caches of DTensor; the second is one of many.
+    The first step creates the optimizer states and fills the caches of DTensor. All later steps are alike.
     """
     config = make_config(run, variant)
     mesh = create_device_mesh(config, cp_size=run.cp_size, tp_size=run.tp_size, device_type=device_type)
@@ -248,7 +250,7 @@ def build_step(run: Run, variant: Variant, device_type: str = "cpu") -> Callable
 
 
 def train_step(module: CausalLM, optimizer: Optimizer, batch: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """What the Trainer, ``FSDP2Strategy`` and ``CausalLM`` do in a step, by hand."""
+    """Run a training step by hand, as the Trainer, ``FSDP2Strategy`` and ``CausalLM`` do together."""
     loss = module.training_step(batch, 0)
     optimizer.zero_grad()
     loss.backward()

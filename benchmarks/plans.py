@@ -1,7 +1,7 @@
-"""What ``lightning-fsdp2 plan`` says of runs, beside what was measured, and what it takes to say it.
+"""Make the tables of docs/planning.md: plans of runs, their comparison with measurements, and the cost of planning.
 
-python -m benchmarks.plans                the five runs of docs/planning.md
-python -m benchmarks.plans --published    torchtitan's published runs there, and what their plans say
+python -m benchmarks.plans                the five runs
+python -m benchmarks.plans --published    runs that torchtitan has published, and their plans
 python -m benchmarks.plans --ranks        CPU seconds and memory of a plan on 8, 64, 1,024 and 16,384 ranks
 """
 # ruff: noqa: T201
@@ -24,7 +24,7 @@ GIB = 2**30
 
 RANKS = (8, 64, 1024, 16384)
 RUNS, PUBLISHED_RUNS = "Five runs", "Published runs"
-"""Sections of the page."""
+"""Headings of the sections of docs/planning.md that have the commands."""
 
 COLUMNS = (
     "run",
@@ -61,13 +61,13 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Published:
-    """What torchtitan has published of a run, in bfloat16 if it ``is_matched`` by what is planned."""
+    """Measurements of a run that torchtitan has published. With ``is_matched``, it ran in bfloat16, as in the plan."""
 
     tokens: tuple[int, ...]
-    """Per second and GPU: first eager or without asynchronous tensor parallelism, as planned, and then with more."""
+    """Tokens per second and GPU: first as planned, then compiled or with asynchronous tensor parallelism."""
 
     gibibytes: tuple[float, ...]
-    """Reserved, in the same order."""
+    """Reserved GiB, in the same order."""
 
     is_matched: bool = True
 
@@ -82,19 +82,21 @@ PUBLISHED = {
     "G": Published((597, 652), ()),
     "H": Published((4378, 4809), ()),
 }
-"""Of H100s with 96 GB of HBM2e at 2.4 TB/s and 500 W. A and B: https://arxiv.org/abs/2410.06511; C to F, in float8:
-https://discuss.pytorch.org/t/215082; G and H: torchtitan, benchmarks/ (2025-06, vanilla and asynchronous)."""
+"""Published runs on H100s with 96 GB of HBM2e at 2.4 TB/s and 500 W.
+
+Sources: A and B, https://arxiv.org/abs/2410.06511; C to F, in float8, https://discuss.pytorch.org/t/215082; G and H,
+torchtitan, benchmarks/ (2025-06, vanilla and asynchronous)."""
 
 
 def read_commands(heading: str) -> dict[str, str]:
-    """The commands of a section of the page, by name."""
+    """Return the commands in a section of docs/planning.md, by name."""
     section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     block = section.partition("```bash\n")[2].partition("```")[0].replace("\\\n", "")
     return {name: " ".join(command.split()) for name, command in re.findall(r"# (.+)\n(.+)", block)}
 
 
 def plan(command: str) -> dict[str, Any]:
-    """Run a command of the page; return its numbers."""
+    """Run a command of docs/planning.md, and return the numbers of its plan."""
     arguments = shlex.split(command.removeprefix("lightning-fsdp2"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -105,7 +107,7 @@ def plan(command: str) -> dict[str, Any]:
 
 
 def build_row(name: str, planned: dict[str, Any]) -> list[str]:
-    """The cells of the page's table; memory and traffic in GiB, of the rank that needs most."""
+    """Build a row of the five runs. Memory and traffic are in GiB, for the rank that needs the most memory."""
     rank = max(planned["ranks"], key=lambda rank: rank["peak_bytes"])
     memory = [sum(rank["peak"][category] for category in categories) for categories in _MEMORY]
     sent = {True: 0, False: 0}
@@ -126,7 +128,7 @@ def build_row(name: str, planned: dict[str, Any]) -> list[str]:
 
 
 def build_published_row(name: str, planned: dict[str, Any]) -> list[str]:
-    """The cells of the page's table of published runs, whose names begin with a letter."""
+    """Build a row of the published runs. The first letter of a run's name is its key in ``PUBLISHED``."""
     published = PUBLISHED[name[0]]
     seconds, per_rank = planned["step_seconds"], planned["batch"]["tokens"] / planned["world_size"]
     ratio = published.tokens[0] * seconds["estimate"] / per_rank
@@ -149,7 +151,7 @@ def print_row(cells: Iterable[str]) -> None:
 
 
 def print_table(heading: str, columns: Sequence[str], build: Callable[[str, dict[str, Any]], list[str]]) -> None:
-    """A table of the page, made from the commands of its section."""
+    """Print a table from the commands in a section of docs/planning.md."""
     print_row(columns)
     print_row(["---", *["--:"] * (len(columns) - 1)])
     for name, command in read_commands(heading).items():
@@ -157,7 +159,7 @@ def print_table(heading: str, columns: Sequence[str], build: Callable[[str, dict
 
 
 def print_ranks() -> None:
-    """Of rank 0; each plan in a process of its own, whose children's CPU seconds and memory the system counts."""
+    """Print the CPU seconds and the memory of a plan of rank 0, as the system counts them for a separate process."""
     print_row(["ranks", "CPU seconds", "memory, GiB"])
     print_row(["--:"] * 3)
     command = next(iter(read_commands(RUNS).values()))
@@ -173,7 +175,7 @@ def print_ranks() -> None:
 
 
 def main() -> None:
-    """Print what the arguments ask for."""
+    """Print the table that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--published", action="store_true")

@@ -1,4 +1,4 @@
-"""What a training step costs in our Trainer run, against plain FSDP2 and against Lightning's ModelParallelStrategy.
+"""Compare the cost of a training step under FSDP2Strategy with plain FSDP2 and Lightning's ModelParallelStrategy.
 
 Three runs train the same Llama-architecture model from the same weights on the same batches over the same two ranks:
 
@@ -6,7 +6,7 @@ Three runs train the same Llama-architecture model from the same weights on the 
     b  a hand-written torch loop: fully_shard by hand, in the same units
     c  Trainer(strategy=ModelParallelStrategy()), with the same fully_shard calls in configure_model
 
-They take turns, as ``turns.py`` says. The losses of the three runs must be equal.
+The runs take turns, as ``turns.py`` describes. The losses of all three runs must be equal.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.step_overhead
 """
@@ -52,14 +52,14 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def run_trainer(module_class: type[Module], strategy: Any, stepper: Stepper) -> None:
-    """Runs a and c."""
+    """Train with a Trainer, for runs a and c."""
     module = module_class(make_model(stepper.args), make_optimizer, stepper.losses)
     trainer = make_trainer(strategy, count_steps(stepper.args), [stepper], accelerator="cpu")
     trainer.fit(module, make_batches(stepper.args))
 
 
 def run_torch_loop(stepper: Stepper) -> None:
-    """Run b."""
+    """Train in a torch loop, for run b."""
     model = make_model(stepper.args)
     shard_by_hand(model, init_device_mesh("cpu", (dist.get_world_size(),)), HandShardedModule.mp_policy)
     optimizer = make_optimizer(model.parameters())
@@ -73,12 +73,12 @@ def run_torch_loop(stepper: Stepper) -> None:
 
 
 def make_batches(args: argparse.Namespace) -> DataLoader[dict[str, Tensor]]:
-    """Of all steps of a run."""
+    """Make the batches of a run."""
     return make_loader(count_steps(args), args.batch_size, SEQUENCE_LENGTH, VOCABULARY)
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """The same weights at every call."""
+    """Make a Llama with the same weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -91,7 +91,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def print_report(steppers: dict[str, Stepper], args: argparse.Namespace) -> None:
-    """Print versions and two Markdown tables: times and counts per run, ratios of the times."""
+    """Print versions and two Markdown tables: times and counts per run, and ratios of the times."""
     parameters = sum(parameter.numel() for parameter in make_model(args).parameters())
     print(
         f"torch {torch.__version__}, lightning {lightning.__version__}, transformers {transformers.__version__}, Python"
@@ -114,7 +114,7 @@ def print_report(steppers: dict[str, Stepper], args: argparse.Namespace) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Start the three runs, let them take turns, compare them."""
+    """Run the three trainings in turns, and compare them."""
     args = parse_args(arguments)
     warnings.filterwarnings("ignore")
     with process_group("gloo"):
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_step_arguments(parser, blocks=60)
     parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64")

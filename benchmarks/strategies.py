@@ -1,20 +1,20 @@
-"""The strategies beside each other: time, collectives and memory of a training step, time and size of a checkpoint.
+"""Compare strategies: time, collectives and memory of a training step, and time and size of a checkpoint.
 
-The model of configs/quickstart.yaml trains on random tokens from the same weights under each of
+The model of configs/quickstart.yaml trains on random tokens, from the same weights under each of these strategies:
 
     FSDP2Strategy
-    MegatronFSDPStrategy    where there is a CUDA device; the package has nothing for CPUs
+    MegatronFSDPStrategy    only with a CUDA device, since Megatron-FSDP does not support CPUs
     DDPStrategy
     Lightning's DDPStrategy
     ModelParallelStrategy   Lightning's, with the fully_shard calls of FSDP2Strategy in configure_model
 
-which take turns, as ``turns.py`` says: first in blocks of steps, then in saves by ``Trainer.save_checkpoint``, behind
-each of which all files get an fsync. The module is a plain LightningModule with a scalar loss. The losses must be
-equal.
+The strategies take turns, as ``turns.py`` describes: first in blocks of steps, then in saves with
+``Trainer.save_checkpoint``. After each save, all files get an fsync. The module is a plain LightningModule with a
+scalar loss. The losses must be equal.
 
-Memory is, on CUDA, the peak of one step, with what the run holds (``torch.cuda.max_memory_allocated``). CPUs have no
-such counter: there it is what the run holds when the optimizer is about to step, in parameters, gradients and optimizer
-state. Activations, gathered parameters and DDP's buckets are not in that.
+On CUDA, memory is the peak of one step, including the state of the run (``torch.cuda.max_memory_allocated``). CPUs have
+no such counter. There, memory is the size of parameters, gradients and optimizer states just before an optimizer step,
+without activations, gathered parameters and the buckets of DDP.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.strategies
     python -m benchmarks.strategies --precision bf16-mixed                # one GPU
@@ -78,19 +78,19 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     MODEL_PARALLEL: lambda: ModelParallelStrategy(dist.get_world_size(), 1),
 }
 BASELINES = {FSDP2: MODEL_PARALLEL, MEGATRON_FSDP: MODEL_PARALLEL, DDP: LIGHTNING_DDP, MODEL_PARALLEL: LIGHTNING_DDP}
-"""What the times of each are divided by."""
+"""The strategy that each strategy is compared with, by name."""
 
 NOT_RUN = "not run: needs a CUDA device"
 SAVE = "save"
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 LOSS_TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2}
-"""By precision, absolute and relative; DDP's autocast and FSDP2's casts round in different places."""
+"""Tolerances by precision, absolute and relative. DDP's autocast and FSDP2's casts round in different places."""
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-3)
 
 
 class Recorder(Stepper):
-    """One run: its steps, then its memory and its saves."""
+    """Callback that measures the steps, the memory and the saves of one run."""
 
     def __init__(self, run: str, turns: Turns, args: argparse.Namespace, folder: Path) -> None:
         super().__init__(run, turns, args)
@@ -99,12 +99,12 @@ class Recorder(Stepper):
         self.save_seconds: list[float] = []
 
     def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-        """Note what the other runs hold."""
+        """Record the memory that the other runs hold."""
         if torch.cuda.is_available():
             self.others_bytes = torch.cuda.memory_allocated()
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """Let the peak be that of the last step before the first block, in which no other run has had a turn."""
+        """Measure the peak of the last step before the first block, during which no other run has a turn."""
         if torch.cuda.is_available() and self.batches == self.args.warmup_steps - 1:
             torch.cuda.reset_peak_memory_stats()
         if torch.cuda.is_available() and self.batches == self.args.warmup_steps:
@@ -112,12 +112,12 @@ class Recorder(Stepper):
         super().on_train_batch_start(*args)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Count what there is, where nothing else does."""
+        """Count the bytes of the run's tensors if there is no CUDA device."""
         if not torch.cuda.is_available() and self.batches == self.args.warmup_steps:
             self.memory_bytes = count_held_bytes(optimizer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Save, behind the last step, the others taking their turns."""
+        """Save after the last step, in turns with the other runs."""
         if self.batches < count_steps(self.args):
             return
         for index in range(self.args.saves):
@@ -132,12 +132,12 @@ class Recorder(Stepper):
         self.checkpoint_bytes = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
 
     def get_samples(self, measure: str) -> list[list[float]]:
-        """Seconds by a clock, or of each save, in the blocks that are paired with those of other runs."""
+        """Return seconds by a clock, or of each save, in blocks that are paired with the blocks of other runs."""
         return [[seconds] for seconds in self.save_seconds] if measure == SAVE else self.get_durations(measure)
 
 
 def count_held_bytes(optimizer: Optimizer) -> int:
-    """Of the storages of parameters, gradients and optimizer state on this rank."""
+    """Count the bytes of parameters, gradients and optimizer states on this rank, by their storages."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for parameter in parameters for value in optimizer.state[parameter].values()]
     sizes = {}
@@ -149,12 +149,12 @@ def count_held_bytes(optimizer: Optimizer) -> int:
 
 
 def train(strategy: str, recorder: Recorder) -> None:
-    """One run."""
+    """Train under one strategy."""
     args, precision = recorder.args, recorder.args.precision
     module_class = HandShardedModule if strategy == MODEL_PARALLEL else Module
     module = module_class(make_model(), make_optimizer, recorder.losses)
     if isinstance(module, HandShardedModule) and precision == "bf16-mixed":
-        # Lightning leaves it to the user's fully_shard
+        # Lightning's strategy leaves mixed precision to the user's fully_shard
         precision = "32-true"
         module.mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     trainer = make_trainer(
@@ -165,14 +165,14 @@ def train(strategy: str, recorder: Recorder) -> None:
 
 
 def make_model() -> LlamaForCausalLM:
-    """The same weights at every call."""
+    """Make the quickstart's model with the same weights at every call."""
     torch.manual_seed(0)
     fields = yaml.safe_load(QUICKSTART.read_text())["model"]["init_args"]["config"]
     return LlamaForCausalLM(LlamaConfig(**{name: value for name, value in fields.items() if name != "model_type"}))
 
 
 def print_report(recorders: dict[str, Recorder], args: argparse.Namespace) -> None:
-    """Print versions and two Markdown tables: what each strategy needs, and ratios of the times."""
+    """Print versions and two Markdown tables: the needs of each strategy, and ratios of the times."""
     parameters = sum(parameter.numel() for parameter in make_model().parameters())
     packages = ["megatron-fsdp"] if MEGATRON_FSDP in recorders else []
     print(
@@ -180,7 +180,7 @@ def print_report(recorders: dict[str, Recorder], args: argparse.Namespace) -> No
         f" {args.sequence_length} tokens per rank, {args.precision}; {args.blocks} blocks of {args.steps} steps,"
         f" {args.saves} saves. Rank 0:\n"
     )
-    # backward runs in a thread of its own on CUDA
+    # on CUDA, backward runs in another thread, so the CPU time of this thread does not include it
     clocks = ["wall"] if torch.cuda.is_available() else list(CLOCKS)
     memory = "peak MiB" if torch.cuda.is_available() else "parameters, gradients and optimizer state MiB"
     columns = [*(f"{clock} ms" for clock in clocks), *COLLECTIVES, memory, "save ms", "checkpoint MiB"]
@@ -203,7 +203,7 @@ def print_report(recorders: dict[str, Recorder], args: argparse.Namespace) -> No
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A temporary folder of all ranks, which are on one machine."""
+    """Make a temporary folder that all ranks share, since all are on one machine."""
     names = [tempfile.mkdtemp(prefix="strategies-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     try:
@@ -215,7 +215,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Let the strategies take turns, compare their losses, report."""
+    """Let the strategies take turns, compare their losses, and print the report."""
     args = parse_args(arguments)
     warnings.filterwarnings("ignore")
     runs = [strategy for strategy in STRATEGIES if strategy != MEGATRON_FSDP or torch.cuda.is_available()]
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_step_arguments(parser, blocks=40)
     parser.add_argument("--saves", type=int, default=10, help="checkpoints of each run")

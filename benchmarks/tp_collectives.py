@@ -1,12 +1,12 @@
-"""What a layer sends under tensor and sequence parallelism, per family, beside the least that it could.
+"""Count the traffic of a layer under tensor and sequence parallelism, per family, and compare it with the minimum.
 
-The collectives of one layer are those of a model of four layers less those of a model of two, over two; forward and
-backward are counted apart. Bytes are what a rank sends in a ring of all ranks: (n - 1) / n of the whole tensor for an
-all-gather or a reduce-scatter, twice that for an all-reduce. Small sums (norms, biases, routing weights: tensors of at
-most an eighth of the hidden states) stand in a column of their own.
+The collectives of one layer are half of the difference between a model of four layers and a model of two. Forward and
+backward are counted separately. Bytes are the bytes that a rank sends in a ring of all ranks. An all-gather or a
+reduce-scatter sends (n - 1) / n of the whole tensor, and an all-reduce twice as much. Tensors of at most an eighth of
+the hidden states, such as those of norms, biases and routing weights, have a separate column.
 
-The least for a dense layer of two regions (attention and MLP): two all-reduces of the hidden states forward and two
-backward, or with sequence parallelism two all-gathers and two reduce-scatters each way.
+A dense layer has two regions, attention and MLP. Its minimum is two all-reduces of the hidden states in forward and two
+in backward. With sequence parallelism, it is two all-gathers and two reduce-scatters in each direction.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/tp_collectives.py
 """
@@ -33,7 +33,7 @@ from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
 BATCH, LENGTH, WIDTH = 2, 32, 64
 HIDDEN_STATES = BATCH * LENGTH * WIDTH
-"""Elements of the hidden states of all ranks together."""
+"""Number of elements of the hidden states, over all ranks."""
 
 SHARED: dict[str, Any] = {
     "vocab_size": 128,
@@ -72,14 +72,14 @@ RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 @dataclass
 class Traffic:
-    """Collectives of one direction, by kind; those of small tensors are kind ``small``."""
+    """Collectives of forward or of backward, by kind. Collectives of small tensors have the kind ``small``."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts the functional collectives, which tensor parallelism calls."""
+    """Dispatch mode that counts the functional collectives, which tensor parallelism calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def main() -> None:
-    """Count every family and print a table."""
+    """Count the traffic of every family, and print a table."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
@@ -116,14 +116,14 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, help="default: all")
     return parser.parse_args()
 
 
 def count_layer(family: str, sequence_parallel: bool) -> dict[str, Traffic]:
-    """The traffic of one layer, forward and backward."""
+    """Count the traffic of one layer, in forward and backward."""
     short, long = (count_step(make_model(family, layers), sequence_parallel) for layers in (2, 4))
     result = {}
     for direction in short:
@@ -135,7 +135,7 @@ def count_layer(family: str, sequence_parallel: bool) -> dict[str, Traffic]:
 
 
 def make_model(family: str, layers: int) -> nn.Module:
-    """A random model without dropout."""
+    """Make a random model without dropout."""
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     config = AutoConfig.for_model(family, **FAMILIES[family], **{name: layers})
     for field_name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout", "attention_dropout"):
@@ -145,7 +145,7 @@ def make_model(family: str, layers: int) -> nn.Module:
 
 
 def count_step(model: nn.Module, sequence_parallel: bool) -> dict[str, Traffic]:
-    """The traffic of a forward and of a backward."""
+    """Count the traffic of a whole model, in forward and backward."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
     apply_tensor_parallel(find_structure(model), mesh, sequence_parallel=sequence_parallel)
     tokens = torch.randint(3, 128, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -167,7 +167,7 @@ def print_heading() -> None:
 
 def print_rows(family: str, sequence_parallel: bool, per_layer: dict[str, Traffic]) -> None:
     """Print one row for each direction."""
-    # two regions, each of them with two passes around the ring
+    # two regions, each with two passes around the ring
     least = 4 * HIDDEN_STATES * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
     for direction, traffic in per_layer.items():
         sent = sum(size for key, size in traffic.bytes.items() if key != "small")

@@ -1,4 +1,4 @@
-"""What benchmarks train, and on which device: a plain LightningModule around a Llama, sharded by hand or not at all."""
+"""Modules, data, Trainers and devices that benchmarks share."""
 
 import os
 import platform
@@ -18,12 +18,12 @@ from transformers import LlamaForCausalLM
 
 
 class Module(pl.LightningModule):
-    """A user's own: a scalar loss, and no sharding code.
+    """LightningModule as a user would write it, with a scalar loss and without sharding code.
 
     Args:
-        model: Trained by its own loss.
-        make_optimizer: Called with its parameters.
-        losses: What the loss of each step is added to.
+        model: Model that is trained with its own loss.
+        make_optimizer: Function that gets the parameters and returns an optimizer.
+        losses: List to which the loss of each step is appended.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Module(pl.LightningModule):
 
 
 class HandShardedModule(Module):
-    """What ModelParallelStrategy asks for: the user shards."""
+    """LightningModule for ModelParallelStrategy, which requires that the user shards the model."""
 
     mp_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
 
@@ -54,7 +54,7 @@ class HandShardedModule(Module):
 
 
 def shard_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:
-    """The units, reshard rules and prefetch chain that ``FSDP2Strategy`` finds by itself."""
+    """Shard ``model`` with the units, resharding and prefetching that ``FSDP2Strategy`` chooses automatically."""
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy}
     layers, embedding = list(model.model.layers), model.model.embed_tokens
     ends = [model.model.norm, model.lm_head]
@@ -65,7 +65,7 @@ def shard_by_hand(model: LlamaForCausalLM, mesh: DeviceMesh, mp_policy: MixedPre
         chain = [*layers, embedding]
     else:
         fully_shard(embedding, **options)
-        embedding.set_unshard_in_backward(False)  # its gradient does not need its weights
+        embedding.set_unshard_in_backward(False)  # the gradient of an embedding does not need its weights
         chain = [embedding, *layers, ends[0]]
     fully_shard(ends, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
@@ -85,7 +85,7 @@ def make_trainer(
     precision: Any = "32-true",
     **options: Any,
 ) -> pl.Trainer:
-    """A Trainer that does nothing but train, unless ``options`` say otherwise, on all ranks of the default group."""
+    """Make a Trainer on all ranks of the default group, which only trains unless ``options`` change that."""
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return pl.Trainer(
         accelerator=accelerator,
@@ -102,7 +102,7 @@ def make_trainer(
 def make_loader(
     steps: int, batch_size: int, sequence_length: int, vocabulary: int, *, distinct: int | None = None
 ) -> DataLoader[dict[str, Tensor]]:
-    """This rank's random tokens, the same at every call; batches repeat after ``distinct`` ones."""
+    """Make a loader of this rank's random tokens, the same at every call. Batches repeat after ``distinct`` batches."""
     count = min(distinct or steps, steps)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(vocabulary, (count, batch_size, sequence_length), generator=generator)
@@ -112,7 +112,7 @@ def make_loader(
 
 @contextmanager
 def process_group(backend: str | None = None) -> Iterator[None]:
-    """The default group, of torchrun's ranks or of this process alone, unless there is one."""
+    """Start the default process group, of torchrun's ranks or of this process alone, unless it exists already."""
     if dist.is_initialized():
         yield
         return
@@ -125,26 +125,26 @@ def process_group(backend: str | None = None) -> Iterator[None]:
 
 
 def get_device() -> torch.device:
-    """This process's."""
+    """Return the device of this process."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def select_device() -> None:
-    """Let this thread's operations on CUDA be on this process's device."""
+    """Make the device of this process the current CUDA device of this thread."""
     if torch.cuda.is_available():
         torch.cuda.set_device(get_device())
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Wait until the device has finished all operations."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def describe_machine(*packages: str) -> str:
-    """Ranks, their devices and versions, also of ``packages``."""
+    """Describe the ranks, their devices, and the versions of the usual packages and of ``packages``."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({os.cpu_count()} cores in all)"
     versions = [f"{package} {version(package)}" for package in ("torch", "lightning", "transformers", *packages)]
     return f"{dist.get_world_size()} x {device}; {', '.join(versions)}, Python {platform.python_version()}"

@@ -1,7 +1,7 @@
-"""Trainings that take turns in the same processes, one block of steps each, so that noise hits all of them alike.
+"""Trainings that take turns in the same processes, for one block of steps each, so that noise hits all of them alike.
 
-Each is a Python thread, and events say whose turn it is. A step lasts from the start of one batch to the start of the
-next, Lightning's loop included. Collectives and dispatched operations are counted in steps of their own.
+Each training is a Python thread, and events control which thread may run. A step lasts from the start of one batch to
+the start of the next, including Lightning's loop. Collectives and dispatched operations are counted in separate steps.
 """
 
 import argparse
@@ -32,7 +32,7 @@ COLLECTIVES = {
     "all-reduces": ("allreduce_", "allreduce_coalesced_"),
     "broadcasts": ("broadcast_",),
 }
-"""The names of their operations."""
+"""Names of torch's operations, by kind of collective."""
 
 OPERATIONS, HOST_READS = "operations", "host reads"
 _KINDS = {f"c10d::{name}": kind for kind, names in COLLECTIVES.items() for name in names}
@@ -40,7 +40,7 @@ _KINDS["aten::_local_scalar_dense"] = HOST_READS
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts what reaches the dispatcher, but for the profiler's marks; collectives and host reads by kind."""
+    """Dispatch mode that counts operations, except the profiler's marks, and collectives and host reads by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 class Turns:
-    """Says which of the runs may go on; all others wait."""
+    """Events that let one run continue while all other runs wait."""
 
     def __init__(self, runs: Sequence[str]) -> None:
         self._events = {run: threading.Event() for run in runs}
@@ -62,12 +62,12 @@ class Turns:
         self._events[runs[0]].set()
 
     def run(self, bodies: Mapping[str, Callable[[], None]]) -> None:
-        """Run all of them to their ends, each of which is to pass its turn as often as the others."""
+        """Run all bodies to their ends. Each body must pass its turn on equally often."""
         with ThreadPoolExecutor(len(bodies)) as pool:
             pool.map(self._run_one, bodies, bodies.values())
 
     def let_others_go_first(self, run: str) -> None:
-        """Wait until each of the others has had its turn."""
+        """Wait until each of the other runs has had its turn."""
         self._pass_on(run)
         self._events[run].wait()
 
@@ -78,7 +78,7 @@ class Turns:
             select_device()
             body()
             self._pass_on(run)
-        except BaseException:  # the other runs would wait for ever
+        except BaseException:  # the other runs would wait forever
             traceback.print_exc()
             os._exit(1)
 
@@ -88,7 +88,7 @@ class Turns:
 
 
 class Stepper(pl.Callback):
-    """One run's clock: it is told of every batch start, keeps the durations, and passes the turn after each block."""
+    """Callback that times the steps of one run, and passes the turn on after each block."""
 
     def __init__(self, run: str, turns: Turns, args: argparse.Namespace) -> None:
         self.run, self.turns, self.args = run, turns, args
@@ -99,7 +99,7 @@ class Stepper(pl.Callback):
         self.batches = 0
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """End the time of the last step, let the others have their turn, start that of the next."""
+        """End the last step, let the other runs have their turns after a block, and begin the next step."""
         synchronize()
         now = read_clocks()
         step, timed_steps = self.batches - self.args.warmup_steps, self.args.blocks * self.args.steps
@@ -119,21 +119,21 @@ class Stepper(pl.Callback):
         self.started = read_clocks()
 
     def get_durations(self, clock: str) -> list[list[float]]:
-        """Of the steps of each block, in seconds."""
+        """Return the seconds of each step, by block."""
         return [block[clock] for block in self.blocks]
 
     def count_per_step(self, kind: str) -> float:
-        """How often it came in a step."""
+        """Return how often operations of a kind occur in a step."""
         return self.counter.counts[kind] / self.args.counted_steps
 
 
 def read_clocks() -> dict[str, float]:
-    """Of this moment, in seconds."""
+    """Return the current time of each clock in seconds."""
     return {clock: read() for clock, read in CLOCKS.items()}
 
 
 def add_step_arguments(parser: argparse.ArgumentParser, *, blocks: int) -> None:
-    """Options that a :class:`Stepper` reads."""
+    """Add the options that a :class:`Stepper` reads."""
     parser.add_argument("--blocks", type=int, default=blocks, help="blocks of each run")
     parser.add_argument("--steps", type=int, default=4, help="steps per block")
     parser.add_argument("--warmup-steps", type=int, default=5, help="steps of each run before its first block")
@@ -141,34 +141,34 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, blocks: int) -> None:
 
 
 def count_steps(args: argparse.Namespace) -> int:
-    """Of each run, the untimed ones included; the last lets the one before it end."""
+    """Return the number of steps of each run, including untimed steps and a last step that ends the one before it."""
     return args.warmup_steps + args.blocks * args.steps + args.counted_steps + 1
 
 
 def get_median(blocks: Sequence[Sequence[float]]) -> float:
-    """Of all blocks' durations."""
+    """Return the median of the durations in all blocks."""
     return median(duration for block in blocks for duration in block)
 
 
 def get_ratio_cells(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[str]:
-    """The ratio of the medians, the median of the paired blocks' ratios, and the 95 % interval of that."""
+    """Format the ratio of the medians, the median ratio of paired blocks, and its 95 % interval."""
     ratios = [median(own) / median(other) for own, other in zip(ours, theirs, strict=True)]
     low, high = bootstrap(ratios)
     return [f"{get_median(ours) / get_median(theirs):.3f}", f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
 
 
 def bootstrap(ratios: list[float], samples: int = 5000) -> tuple[float, float]:
-    """The 95 % interval of the median of ``ratios``."""
+    """Return the 95 % interval of the median of ``ratios``, by resampling."""
     generator = random.Random(0)
     medians = sorted(median(generator.choices(ratios, k=len(ratios))) for _ in range(samples))
     return medians[int(0.025 * samples)], medians[int(0.975 * samples)]
 
 
 def check_losses(steppers: Mapping[str, Stepper], tolerance: float) -> float:
-    """Compare the losses of all runs with those of the first, and return its last.
+    """Compare the losses of all runs with the losses of the first run, and return the last of these.
 
     Raises:
-        ValueError: When they differ by more than ``tolerance``, absolute and relative.
+        ValueError: When losses differ by more than ``tolerance``, absolute and relative.
     """
     (first, expected), *others = ((run, torch.stack(stepper.losses)) for run, stepper in steppers.items())
     for run, losses in others:

@@ -1,1 +1,1 @@
-"""What one GPU can tell: whether what runs on CPUs is right there (``check``), and how fast it is (``speed``)."""
+"""Benchmarks for one GPU: ``check`` tests that everything is correct there, and ``speed`` measures how fast it is."""

@@ -1,4 +1,4 @@
-"""Arms that take turns, a round each: tokens per second, utilisation and memory, and the ratios of paired blocks."""
+"""Parts that compare trainings ("arms") in turns: tokens per second, utilisation, memory and ratios of times."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,10 +43,10 @@ TOY_WORKLOAD = Workload(TINY, 1, 16, warmup_steps=1, blocks=2, steps=1)
 
 @part("baselines", toy=120, real=240)
 def compare_baselines(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """What `FSDP2Strategy` costs or saves: a Llama of 1.5B, 2 x 4,096 tokens, beside a hand-written FSDP2 loop.
+    """Measure what `FSDP2Strategy` costs or saves, against a hand-written FSDP2 loop: Llama of 1.5B, 2 x 4,096 tokens.
 
-    A ratio above 1 whose interval leaves 1 out is time that the strategy, the Trainer or `CausalLM` takes. If steps
-    that are waited for show more of it than blocks, it is time of the host that a GPU hides.
+    If a ratio is above 1 and its interval does not include 1, the strategy, the Trainer or `CausalLM` takes this time.
+    If single steps show a larger ratio than blocks of steps, the time is on the host, where a GPU usually hides it.
     """
     workload = TOY_WORKLOAD if args.scale == TOY else Workload(LLAMA_1_5B, 2, 4096)
     yield from take_turns(BASELINES, workload, args.rounds)
@@ -54,10 +54,10 @@ def compare_baselines(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 @part("baselines-8b", toy=120, real=320)
 def compare_baselines_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """The same for the 8B of Llama 3, where the host has time: 1 x 4,096 tokens, as it fits one GPU of 80 GB.
+    """Compare strategies on Llama 3 8B, with 1 x 4,096 tokens on one GPU of 80 GB, where the host has time to spare.
 
-    Weights, gradients and both moments of AdamW are in bfloat16, which are 60 GiB, and every layer is computed again in
-    backward. `FSDPStrategy` is left out: it keeps all weights gathered on one GPU.
+    Weights, gradients and both moments of AdamW are in bfloat16 and take 60 GiB. Every layer is recomputed in backward.
+    `FSDPStrategy` is left out, since it keeps all weights gathered on one GPU.
     """
     workload = Workload(LLAMA_3_8B, 1, 4096, is_bfloat16=True, checkpoints=True, warmup_steps=3, blocks=2, steps=3)
     if args.scale == TOY:
@@ -68,10 +68,10 @@ def compare_baselines_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 @part("options", toy=180, real=500)
 def compare_options(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Which options a recipe should set: a Llama of 1.5B, 2 x 4,096 tokens, eager, compiled, with less memory.
+    """Compare options to see which a recipe should set: a Llama of 1.5B with 2 x 4,096 tokens.
 
-    What saves time and costs no memory becomes a default of the recipes; of the others the page on layouts says how
-    much time each GiB costs.
+    An option that saves time and costs no memory becomes a default of the recipes. For all other options, the page on
+    layouts states how much time each GiB costs.
     """
     workload = TOY_WORKLOAD if args.scale == TOY else Workload(LLAMA_1_5B, 2, 4096)
     yield from take_turns(OPTIONS, workload, args.rounds)
@@ -79,13 +79,13 @@ def compare_options(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 @part("offload", toy=60, real=150)
 def compare_offload(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """What it costs to keep weights, gradients and optimizer in host memory, which plans do not tell: 1.5B."""
+    """Measure the time that offloading to host memory costs a Llama of 1.5B, which plans do not predict."""
     workload = TOY_WORKLOAD if args.scale == TOY else Workload(LLAMA_1_5B, 2, 4096, warmup_steps=1, blocks=2, steps=1)
     yield from take_turns(OFFLOADED, workload, 1)
 
 
 def take_turns(arms: Mapping[str, Arm], workload: Workload, rounds: int) -> Iterator[Sequence[Table]]:
-    """Run each arm ``rounds`` times, in a process of its own; one that fails is said, and the others go on."""
+    """Run each arm ``rounds`` times in separate processes. The other arms continue if one fails."""
     left_out = [] if has_cuda() else [name for name in arms if name in NEED_CUDA]
     readings: dict[str, list[Reading]] = {name: [] for name in arms if name not in left_out}
     errors: dict[str, str] = {}
@@ -101,7 +101,7 @@ def take_turns(arms: Mapping[str, Arm], workload: Workload, rounds: int) -> Iter
 
 
 def build_table(readings: Mapping[str, list[Reading]], workload: Workload, reasons: Mapping[str, str]) -> Table:
-    """A row for each arm that has run, and for each that has not with the reason."""
+    """Build a table with a row for each arm. An arm that has not run has the reason instead of figures."""
     read = {name: own for name, own in readings.items() if own and name not in reasons}
     rows = [[name, *build_cells(own, next(iter(read.values())), workload)] for name, own in read.items()]
     rows += [[f"{name}: {reason}", *[None] * (len(COLUMNS) - 1)] for name, reason in reasons.items()]
@@ -109,7 +109,7 @@ def build_table(readings: Mapping[str, list[Reading]], workload: Workload, reaso
 
 
 def build_cells(own: Sequence[Reading], first: Sequence[Reading], workload: Workload) -> list[Any]:
-    """Of an arm, beside the first one in the same rounds."""
+    """Build the cells of an arm, with ratios to the first arm in the same rounds."""
     tokens = workload.batch_size * workload.sequence_length
     seconds = get_median([reading.block_seconds for reading in own])
     memory = [max(getattr(reading, name) for reading in own) / 2**30 or None for name in ("allocated", "reserved")]
@@ -123,7 +123,7 @@ def build_cells(own: Sequence[Reading], first: Sequence[Reading], workload: Work
 
 
 def get_utilisation(workload: Workload, seconds: float) -> str | None:
-    """The model's FLOPs by the peak of this GPU in bfloat16; None where that is not known."""
+    """Return the model FLOPs utilisation relative to the GPU's peak in bfloat16; None without a GPU."""
     gpu = get_gpu()
     if gpu is None:
         return None
@@ -135,7 +135,7 @@ def get_utilisation(workload: Workload, seconds: float) -> str | None:
 
 
 def describe(workload: Workload) -> str:
-    """What is trained."""
+    """Describe a workload in one line."""
     layers, size = workload.model["num_hidden_layers"], workload.model["hidden_size"]
     dtype = "weights in bfloat16" if workload.is_bfloat16 else "bf16-mixed"
     return f"Llama of {layers} layers, {size} wide, {workload.batch_size} x {workload.sequence_length} tokens, {dtype}"

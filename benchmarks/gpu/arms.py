@@ -1,7 +1,7 @@
-"""Trainings of a Llama that are compared: by a hand-written FSDP2 loop, by Lightning's strategies, and by ours.
+"""Trainings of a Llama to compare ("arms"): a hand-written FSDP2 loop, Lightning's strategies, and our strategies.
 
-All train the same architecture from random weights, with fused AdamW, gradients clipped to a norm of 1, on the same
-number of tokens. Weights are in float32 with compute in bfloat16, or all in bfloat16.
+All arms train the same architecture from random weights on the same number of tokens, with fused AdamW and gradients
+clipped to a norm of 1. Weights are in float32 with compute in bfloat16, or everything is in bfloat16.
 """
 
 import time
@@ -43,47 +43,47 @@ make_optimizer: Callable[..., torch.optim.Optimizer] = partial(AdamW, lr=1e-4, f
 
 @dataclass(frozen=True)
 class Workload:
-    """What each arm trains, and how long."""
+    """The model, the batches and the numbers of steps, which are the same for each arm."""
 
     model: dict[str, Any]
     batch_size: int
     sequence_length: int
     is_bfloat16: bool = False
-    """Whether weights and the optimizer's states are in bfloat16, too."""
+    """Whether weights and optimizer states are in bfloat16, too."""
 
     checkpoints: bool = False
-    """Whether every layer is computed again in backward."""
+    """Whether every layer is recomputed in backward."""
 
     warmup_steps: int = 4
     blocks: int = 3
     steps: int = 4
-    """Of each block; as many more are timed one by one."""
+    """Number of steps in a block. As many steps again are timed one by one."""
 
     distinct: int | None = None
-    """Batches, which then repeat; None for others in every step."""
+    """Number of different batches, which then repeat. None for a new batch in every step."""
 
     @property
     def all_steps(self) -> int:
-        """Of a run; the last ends the time of the one before it."""
+        """Number of steps of a run. The last step only ends the time of the step before it."""
         return self.warmup_steps + (self.blocks + 1) * self.steps + 1
 
     @property
     def precision(self) -> str:
-        """As the Trainer calls it."""
+        """The Trainer's name for the precision."""
         return "bf16-true" if self.is_bfloat16 else "bf16-mixed"
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """Of units that are sharded by hand."""
+        """Mixed precision of units that are sharded by hand."""
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
     def make_batches(self) -> DataLoader[dict[str, Tensor]]:
-        """Of all steps."""
+        """Make the batches of all steps."""
         shape = (self.batch_size, self.sequence_length, self.model["vocab_size"])
         return make_loader(self.all_steps, *shape, distinct=self.distinct)
 
     def make_model(self) -> LlamaForCausalLM:
-        """On the device, with random weights."""
+        """Make the model with random weights on the device."""
         dtype = torch.bfloat16 if self.is_bfloat16 else torch.float32
         with get_device():
             model = LlamaForCausalLM._from_config(AutoConfig.for_model(**self.model), dtype=dtype).train()
@@ -94,24 +94,24 @@ class Workload:
 
 @dataclass
 class Reading:
-    """What a run of an arm took."""
+    """The time and the memory of one run of an arm."""
 
     block_seconds: list[float] = field(default_factory=list)
-    """Of a step, in blocks at whose end alone the device is waited for."""
+    """Seconds per step, for each block of steps. The host waits for the device only at the end of a block."""
 
     step_seconds: list[float] = field(default_factory=list)
-    """Of a step that is waited for."""
+    """Seconds of each step at whose end the host waits for the device."""
 
     allocated: int = 0
-    """Bytes at the peak."""
+    """Allocated bytes at the peak."""
 
     reserved: int = 0
     losses: list[float] = field(default_factory=list)
-    """Mean over all ranks, where the strategy knows it."""
+    """Mean loss over all ranks for each step, if the strategy computes it."""
 
 
 class Clock(pl.Callback):
-    """Reads the time where a block of steps, or a single one, ends; is told of every batch's start."""
+    """Callback that times blocks of steps and single steps. Loops without a Trainer call it at each batch's start."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.reading = workload, Reading()
@@ -120,7 +120,7 @@ class Clock(pl.Callback):
         self._losses: list[Tensor] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """End what was timed, and begin the next."""
+        """Stop the clock at the end of a block or single step, and start it again."""
         workload, reading = self.workload, self.reading
         step = self._batches - workload.warmup_steps
         self._batches += 1
@@ -138,12 +138,12 @@ class Clock(pl.Callback):
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Keep the mean loss of all ranks."""
+        """Keep the mean loss of the step over all ranks."""
         if mean := getattr(trainer.strategy, "token_mean", None):
             self._losses.append(mean.loss)
 
     def read(self) -> Reading:
-        """Of the whole run."""
+        """Return the measurements of the whole run."""
         return replace(self.reading, losses=[loss.item() for loss in self._losses])
 
     def _read_memory(self, *, is_first: bool) -> None:
@@ -157,7 +157,7 @@ Arm = Callable[[Workload, Clock], None]
 
 
 def run_loop(workload: Workload, clock: Clock) -> None:
-    """The loop that a user of torch would write, with the units and the prefetching of ours."""
+    """Train in a loop that a user of torch would write, with the units and the prefetching of FSDP2Strategy."""
     device = get_device()
     model = workload.make_model()
     shard_by_hand(model, init_device_mesh(device.type, (dist.get_world_size(),)), workload.mp_policy)
@@ -172,14 +172,14 @@ def run_loop(workload: Workload, clock: Clock) -> None:
 
 
 def run_model_parallel(workload: Workload, clock: Clock) -> None:
-    """Lightning's strategy, for which the user shards; it leaves precision to that."""
+    """Train under Lightning's ModelParallelStrategy, for which the user's code shards and sets the precision."""
     module = HandShardedModule(workload.make_model(), make_optimizer, [])
     module.mp_policy = workload.mp_policy
     run_trainer(workload, clock, module, ModelParallelStrategy(dist.get_world_size(), 1), precision="32-true")
 
 
 def run_lightning_fsdp(workload: Workload, clock: Clock) -> None:
-    """Lightning's strategy on torch's first FSDP."""
+    """Train under Lightning's FSDPStrategy, which uses the first version of FSDP."""
     module = Module(workload.make_model(), make_optimizer, [])
     strategy = FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer})
     run_trainer(workload, clock, module, strategy, precision=workload.precision)
@@ -194,7 +194,7 @@ def run_ours(
     precision: str | None = None,
     **flags: Any,
 ) -> None:
-    """``CausalLM`` under ``FSDP2Strategy`` with some ``flags``, or under another strategy."""
+    """Train ``CausalLM`` under ``FSDP2Strategy`` with some ``flags``, or under another strategy."""
     if workload.checkpoints:
         flags.setdefault("activation_checkpointing", "full")
     module = CausalLM(config=workload.model, loss=loss, optimizer=make_optimizer, decay_norms_and_biases=True)
@@ -203,7 +203,7 @@ def run_ours(
 
 
 def run_trainer(workload: Workload, clock: Clock, module: pl.LightningModule, strategy: Any, *, precision: str) -> None:
-    """Any arm of Lightning's or ours."""
+    """Train a module under any strategy with a Trainer."""
     trainer = make_trainer(
         strategy,
         workload.all_steps,
@@ -221,7 +221,7 @@ BASELINES: dict[str, Arm] = {
     LIGHTNING_FSDP: run_lightning_fsdp,
     OURS: run_ours,
 }
-"""The first is what others are compared with."""
+"""Arms by name. All other arms are compared with the first one."""
 
 OPTIONS: dict[str, Arm] = {
     OURS: run_ours,
@@ -233,11 +233,11 @@ OPTIONS: dict[str, Arm] = {
 }
 OFFLOADED: dict[str, Arm] = {OURS: run_ours, "offloaded": partial(run_ours, offload_policy=True)}
 NEED_CUDA = {LIGHTNING_FSDP}
-"""Arms that train on GPUs alone."""
+"""Arms that need a GPU."""
 
 
 def read_arm(arm: Arm, workload: Workload, worker: int = 0) -> Reading:
-    """Run an arm in this process, as a rank of its group or alone."""
+    """Run an arm in this process, as a rank of the process group or alone."""
     with process_group():
         clock = Clock(workload)
         torch.manual_seed(0)
@@ -246,5 +246,5 @@ def read_arm(arm: Arm, workload: Workload, worker: int = 0) -> Reading:
 
 
 def order(names: list[str], round_number: int) -> Iterator[str]:
-    """Every second round backwards, so that none always has the warmer GPU."""
+    """Yield the names in order, reversed in every second round, so that no arm always has the warmer GPU."""
     yield from names if round_number % 2 == 0 else reversed(names)

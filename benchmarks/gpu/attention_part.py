@@ -1,4 +1,4 @@
-"""Errors of attention in bfloat16, beside those that one softmax in bfloat16 has."""
+"""Part that compares errors of attention in bfloat16 with the errors of a single softmax in bfloat16."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -23,20 +23,20 @@ from lightning_fsdp2.parallel.context.attention_blocks import (
 from lightning_fsdp2.parallel.context.block_attention import block_attention
 
 MOST = 1.25
-"""Times the distance of one softmax in bfloat16: as much as tests allow the gradients of a mesh."""
+"""Largest ratio to the distance of one softmax in bfloat16. Tests allow the gradients of a mesh the same ratio."""
 
 HEADS = {"equal": (8, 8), "grouped": (8, 2)}
-"""Heads of queries, and of keys and values."""
+"""Numbers of query heads and of key-value heads, by name."""
 
 RANKS = (1, 2, 8)
-"""Of a context parallel sequence; each one's chunks are computed here, and put together."""
+"""Numbers of context parallel ranks. One process computes the chunks of all ranks and puts them together."""
 
 KERNELS, BLOCKS = "attend", "block_attention"
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to attend to."""
+    """An attention call to check."""
 
     function: str
     pattern: str
@@ -47,10 +47,10 @@ class Case:
 
 @part("attention", toy=60, real=120)
 def compare_attention(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Whether the kernels that a GPU takes, and the merge of blocks, are as exact as one softmax in bfloat16.
+    """Check that a GPU's attention kernels, and the merge of blocks, are as exact as a single softmax in bfloat16.
 
-    Both are compared with float32. A distance more than 1.25 times that of one softmax is a bug in what the kernels are
-    given, or in the merge: context parallelism is not to be trusted with that pattern until it is found.
+    Both are compared with float32. If a distance is more than 1.25 times the distance of a single softmax, the inputs
+    of the kernels or the merge have a bug. Do not use context parallelism with this pattern until the bug is found.
     """
     length, size = (64, 16) if args.scale == TOY else (2048, 128)
     patterns = build_patterns(length)
@@ -70,14 +70,14 @@ def compare_attention(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What queries see: the window, and of which document each position is."""
+    """Limits on the keys that queries see: the size of a window, and the document of each position."""
 
     window: int | None = None
     documents: Tensor | None = None
 
 
 def build_patterns(length: int) -> dict[str, Seen]:
-    """Who sees whom."""
+    """Build the patterns of attention to check, by name."""
     documents = torch.arange(length) * 5 // length
     return {
         "causal": Seen(),
@@ -88,7 +88,7 @@ def build_patterns(length: int) -> dict[str, Seen]:
 
 
 def measure_errors(case: Case, pattern: Seen, length: int, size: int) -> list[float]:
-    """Return the largest error of the output, its distance over that of one softmax, and the same of the gradients."""
+    """Return the output's largest error and relative distance to one softmax, then the same for the gradients."""
     inputs = make_inputs(case, length, size)
     expected = compute(inputs, partial(attend_at_once, pattern=pattern, dtype=torch.float32))
     in_bfloat16 = compute(inputs, partial(attend_at_once, pattern=pattern, dtype=torch.bfloat16))
@@ -104,7 +104,7 @@ def measure_errors(case: Case, pattern: Seen, length: int, size: int) -> list[fl
 
 
 def make_inputs(case: Case, length: int, size: int) -> list[Tensor]:
-    """Queries, keys, values and maybe sinks: float32, of values that bfloat16 has too."""
+    """Make queries, keys, values and possibly sinks in float32, with values that bfloat16 represents exactly."""
     generator = torch.Generator().manual_seed(0)
     heads, key_heads = HEADS[case.heads]
     shapes = [(1, heads, length, size), *[(1, key_heads, length, size)] * 2, *[(heads,)] * case.has_sinks]
@@ -122,7 +122,7 @@ def compute(inputs: list[Tensor], attend_by: Callable[..., Tensor]) -> list[Tens
 def attend_at_once(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, pattern: Seen, dtype: torch.dtype
 ) -> Tensor:
-    """One softmax over all keys, and over the sink where there is one."""
+    """Compute attention with a single softmax over all keys, and over the sink if there is one."""
     query, key, value = (tensor.to(dtype) for tensor in (query, *repeat_keys(query, key, value)))
     scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
     scores = scores.masked_fill(~get_visible(pattern, query), -torch.inf)
@@ -133,7 +133,7 @@ def attend_at_once(
 
 
 def attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, *, pattern: Seen) -> Tensor:
-    """The device's fused attention, with a mask unless the pattern is causal alone."""
+    """Compute the device's fused attention, with a mask unless the pattern is purely causal."""
     is_causal = pattern.window is None and pattern.documents is None
     mask = None if is_causal else get_visible(pattern, query)
     inputs = (query, *repeat_keys(query, key, value))
@@ -143,7 +143,7 @@ def attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, *, pattern: See
 def attend_by_ranks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, pattern: Seen, ranks: int
 ) -> Tensor:
-    """What all ranks of a context parallel group compute, each with keys of its own, as gathered."""
+    """Compute attention as all ranks of a context parallel group do, after the keys are gathered."""
     length, scale, device = query.size(2), query.size(-1) ** -0.5, query.device
     documents = None if pattern.documents is None else find_documents(pattern.documents[None], device)
     outputs, positions = [], []
@@ -178,7 +178,7 @@ def repeat_keys(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def get_visible(pattern: Seen, query: Tensor) -> Tensor:
-    """Return what is seen: [1, 1, queries, keys], bool."""
+    """Return the mask of visible keys: [1, 1, queries, keys], bool."""
     positions = torch.arange(query.size(2), device=query.device)
     distance = positions[:, None] - positions
     visible = ((distance >= 0) & (distance < (pattern.window or len(positions))))[None, None]
@@ -189,12 +189,12 @@ def get_visible(pattern: Seen, query: Tensor) -> Tensor:
 
 
 def get_largest(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest error, relative to the largest value of its tensor."""
+    """Return the largest error, relative to the largest value of the tensor."""
     pairs = zip(actual, expected, strict=True)
     return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
 
 
 def get_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The root of the sum of the squared distances, each relative to its tensor's norm."""
+    """Return the root of the sum of squared distances, each relative to the norm of its tensor."""
     pairs = zip(actual, expected, strict=True)
     return sum(((one - other).norm() / other.norm()).item() ** 2 for one, other in pairs) ** 0.5

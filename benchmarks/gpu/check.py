@@ -1,7 +1,7 @@
-"""Whether what runs on CPUs is right on a GPU: its tests, attention, waits, plans, and ranks beside one process.
+"""Check on a GPU that the package works there as on CPUs: tests, attention, waits, plans and parity with one process.
 
-Each part runs in a process of its own. The page and the JSON file in the output folder are complete after every part;
-their names are ``gpu-check.md`` and ``gpu-check.json``. Beside them are the logs of the parts.
+Each part runs in a separate process. The page ``gpu-check.md`` and the file ``gpu-check.json`` in the output folder are
+complete after every part. The logs of the parts are in the same folder.
 
     python -m benchmarks.gpu.check --budget 1500
     python -m benchmarks.gpu.check --parts attention waits
@@ -25,13 +25,13 @@ PARTS = (
     compare_8b_tp,
     compare_70b,
 )
-"""What decides most comes first."""
+"""Parts in the order of their importance."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the parts; exit with 1 when one fails."""
+    """Run the parts, and exit with 1 if one fails."""
     parser = build_parser(__doc__, PARTS, "gpu-check")
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="processes of parity; default: 2")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="processes of the parity part; default: 2")
     run("GPU check", PARTS, parser, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The attention kernels that torch has, beside each other."""
+"""Part that compares the speed of torch's attention kernels."""
 
 import argparse
 import time
@@ -19,18 +19,18 @@ FLASH = SDPBackend.FLASH_ATTENTION
 BACKENDS = (
     (FLASH, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION) if has_cuda() else (FLASH, SDPBackend.MATH)
 )
-"""The first is what context parallelism takes on a GPU."""
+"""Kernels to compare. Context parallelism uses the first one on a GPU."""
 
 HEADS, TOKENS, CALLS = 32, 32768, 5
-"""Heads of each call, tokens of its batch, and calls between two waits."""
+"""Numbers of heads in a call, of tokens in a call, and of calls between two waits for the device."""
 
 
 @part("attention-kernels", toy=30, real=60)
 def compare_kernels(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Which kernel context parallelism should call: it takes flash, where torch alone prefers cuDNN on some GPUs.
+    """Compare attention kernels: context parallelism calls flash, although torch prefers cuDNN on some GPUs.
 
-    Causal attention in bfloat16, of 32 heads and 32,768 tokens in sequences of each length. What cuDNN is faster by is
-    what `attention_kernels.py` loses; the rates of flash are those that `plan/timing/rates.py` should have.
+    The calls are causal attention in bfloat16 with 32 heads and 32,768 tokens, in sequences of each length. If cuDNN is
+    faster, `attention_kernels.py` loses the difference. `plan/timing/rates.py` should have the rates of flash.
     """
     sizes, lengths, tokens = ((16,), (64, 128), 128) if args.scale == TOY else ((64, 128), (2048, 8192, 32768), TOKENS)
     names = [backend.name.removesuffix("_ATTENTION").lower() for backend in BACKENDS]
@@ -46,11 +46,11 @@ def compare_kernels(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 
 Timed = tuple[float | None, float]
-"""Seconds, or None where a kernel cannot, and how many times the FLOPs of forward that is."""
+"""Seconds of a call, or None without a kernel for it, and the call's FLOPs as a multiple of forward's FLOPs."""
 
 
 def measure(size: int, length: int, batch: int, rounds: int) -> list[tuple[Timed, Timed]]:
-    """Return the medians of each backend, which take turns."""
+    """Return the median seconds of each backend. The backends take turns."""
     shape = (batch, HEADS, length, size)
     make = partial(torch.randn, shape, dtype=torch.bfloat16, device=get_device_type(), requires_grad=True)
     inputs = [make() for _ in range(3)]
@@ -60,13 +60,13 @@ def measure(size: int, length: int, batch: int, rounds: int) -> list[tuple[Timed
         for pair, measured in zip(calls, seconds, strict=True):
             for call, taken in zip(pair, measured, strict=True):
                 taken += measure_calls(call)
-    # the first call is slower than others
+    # the first measurement of each is slower than the others
     medians = [[median(taken[1:]) if taken else None for taken in measured] for measured in seconds]
     return [((forward, 1.0), (both, 3.5)) for forward, both in medians]
 
 
 def measure_calls(call: Callable[[], Any]) -> list[float]:
-    """Return the seconds of a call, or nothing where there is no such kernel."""
+    """Return the seconds of a call in a list, which is empty if the backend has no kernel for it."""
     try:
         synchronize()
         started = time.perf_counter()
@@ -81,12 +81,12 @@ def measure_calls(call: Callable[[], Any]) -> list[float]:
 
 
 def attend(backend: SDPBackend, inputs: Sequence[Tensor]) -> Tensor:
-    """Forward, with what backward will need."""
+    """Run forward with one backend."""
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(*inputs, is_causal=True)
 
 
 def attend_both_ways(backend: SDPBackend, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Forward and backward."""
+    """Run forward and backward with one backend."""
     output = attend(backend, inputs)
     return torch.autograd.grad(output, list(inputs), output.detach())

@@ -1,9 +1,10 @@
-"""The arms of ``speed`` on all ranks of torchrun; and another strategy of the package beside FSDP2Strategy.
+"""Run the arms of ``speed`` on all ranks of torchrun, or compare another strategy of the package with FSDP2Strategy.
 
-With ``--strategy`` FSDP2Strategy and the other one take turns, with the same weights and batches, which repeat, so that
-there is something to learn. Their losses must be equal within bfloat16's noise, or the script fails. The measure of it
-is how far FSDP2Strategy is from itself in float32: two runs that are both no farther from float32 than that differ by
-twice as much at most. ``--strategy fsdp2`` compares it with itself.
+With ``--strategy``, FSDP2Strategy and another strategy take turns, with the same weights and batches. The batches
+repeat, so that there is something to learn. The losses of both must be equal within the noise of bfloat16, or the
+script fails. The noise is the difference between FSDP2Strategy and a run of FSDP2Strategy in float32. If two runs are
+both within the noise of the float32 run, they differ by at most twice the noise. ``--strategy fsdp2`` compares
+FSDP2Strategy with itself.
 
     torchrun --nproc-per-node 8 -m benchmarks.gpu.many
     python -m benchmarks.gpu.many --strategy megatron_fsdp      # one GPU
@@ -44,10 +45,10 @@ COMPARED: dict[str, Callable[[], Any]] = {
     "megatron_fsdp": MegatronFSDPStrategy,
     "ddp": DDPStrategy,
 }
-"""Strategies beside FSDP2Strategy, by ``--strategy``."""
+"""Strategies to compare with FSDP2Strategy, by the value of ``--strategy``."""
 
 DISTINCT_BATCHES = 4
-"""How many a comparison of losses has; then they repeat."""
+"""Number of different batches in a comparison of losses, which then repeat."""
 
 Readings = Mapping[str, Sequence[Reading]]
 
@@ -66,8 +67,8 @@ def measure(arms: Mapping[str, Arm], workload: Workload, rounds: int) -> dict[st
 
 
 def compare(strategy: str, workload: Workload, rounds: int) -> bool:
-    """Let FSDP2Strategy and another strategy take turns, report, and tell whether their losses are equal."""
-    # less memory, the same numbers
+    """Let FSDP2Strategy and another strategy take turns, print a report, and return whether their losses are equal."""
+    # checkpointing needs less memory and gives the same numbers
     exact = {"float32": partial(run_ours, precision="32-true", activation_checkpointing="full")}
     in_float32 = get_losses(measure(exact, workload, 1), "float32") * rounds
     arms: dict[str, Arm] = {OURS: run_ours, strategy: lambda *given: run_ours(*given, strategy=COMPARED[strategy]())}
@@ -86,24 +87,24 @@ def compare(strategy: str, workload: Workload, rounds: int) -> bool:
 
 
 def get_losses(readings: Readings, name: str) -> list[list[float]]:
-    """The losses of an arm's steps in each round."""
+    """Return the losses of an arm's steps, by round."""
     return [reading.losses for reading in readings[name]]
 
 
 def get_largest_difference(losses: list[list[float]], others: list[list[float]]) -> float:
-    """The largest of all steps; NaN where there is one."""
+    """Return the largest difference of any step; NaN if any loss is NaN."""
     return (torch.tensor(losses) - torch.tensor(others)).abs().max().item()
 
 
 def print_report(readings: Readings, workload: Workload, reasons: Mapping[str, str], *packages: str) -> None:
-    """Print versions, also of ``packages``, and a Markdown table."""
+    """Print the machine, versions including those of ``packages``, and a Markdown table."""
     table = build_table(readings, workload, reasons)
     print(f"{describe_machine(*packages)}; per rank, {table.title}:\n")
     print("\n".join(build_lines(table.columns, table.rows)))
 
 
 def build_workload(args: argparse.Namespace) -> Workload:
-    """What the command line asks for: a Llama of that shape."""
+    """Build the workload from the command line: a Llama with the given sizes."""
     heads = args.hidden_size // args.head_size
     model = {
         **LLAMA_1_5B,
@@ -126,15 +127,15 @@ def build_workload(args: argparse.Namespace) -> Workload:
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs = parser.add_mutually_exclusive_group()
-    runs.add_argument("--strategy", choices=COMPARED, help="compare it with FSDP2Strategy; default: the arms")
+    runs.add_argument("--strategy", choices=COMPARED, help="strategy to compare; default: run the arms")
     runs.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     parser.add_argument("--warmup-steps", type=int, default=6, help="untimed steps of each round")
-    parser.add_argument("--blocks", type=int, help="timed blocks of each round; 3, with --strategy 12")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a block; as many more are timed one by one")
+    parser.add_argument("--blocks", type=int, help="timed blocks of each round; default: 3, or 12 with --strategy")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a block; as many again are timed singly")
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=16)
@@ -149,7 +150,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and report."""
+    """Measure, and print a report."""
     args = parse_args(arguments)
     workload = build_workload(args)
     with process_group():

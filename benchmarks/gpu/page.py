@@ -1,4 +1,4 @@
-"""The files that a benchmark leaves: figures as JSON, and the same as a page."""
+"""Output of a benchmark: its figures as a JSON file and as a Markdown page."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--forma
 
 @cache
 def get_gpu() -> tuple[str, str, float] | None:
-    """Name, driver and GiB of the first GPU, as its driver says; None without one. CUDA is not started for it."""
+    """Return the name, the driver and the GiB of the first GPU, without starting CUDA; None if there is no GPU."""
     if torch.cuda.device_count() == 0:
         return None
     line = subprocess.run(_QUERY, check=True, capture_output=True, text=True).stdout.splitlines()[0]
@@ -30,7 +30,7 @@ def get_gpu() -> tuple[str, str, float] | None:
 
 
 def build_heading(args: argparse.Namespace) -> dict[str, Any]:
-    """What ran, and on what."""
+    """Build the heading of the output: versions, hardware, scale and budget."""
     packages = ("torch", "lightning", "transformers")
     heading = {package: version(package) for package in packages} | {"Python": platform.python_version()}
     if gpu := get_gpu():
@@ -41,7 +41,7 @@ def build_heading(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_files(title: str, args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
-    """Write ``args.output``'s two files anew, each complete under its name at every moment."""
+    """Write the two files in ``args.output`` again. Readers see each file complete at every moment."""
     heading = build_heading(args)
     name = title.lower().replace(" ", "-")
     content = {"heading": heading, "parts": [asdict(outcome) for outcome in outcomes]}
@@ -50,7 +50,7 @@ def write_files(title: str, args: argparse.Namespace, outcomes: Sequence[Outcome
 
 
 def build_page(title: str, heading: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """The page as Markdown."""
+    """Build the page as Markdown."""
     lines = [f"# {title}", "", ", ".join(f"{name} {value}" for name, value in heading.items()), ""]
     lines += build_lines(
         ("part", "status", "seconds"),
@@ -66,13 +66,13 @@ def build_page(title: str, heading: dict[str, Any], outcomes: Sequence[Outcome])
 
 
 def build_lines(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A table as Markdown, with an empty line behind it."""
+    """Build the lines of a table as Markdown, followed by an empty line."""
     lines = [columns, ["---"] + ["--:"] * (len(columns) - 1), *([format_cell(cell) for cell in row] for row in rows)]
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 
 def format_cell(value: Any) -> str:
-    """A cell's text; numbers with four digits, as far as they are not whole."""
+    """Format a cell. Floats below 1,000 have four digits."""
     if value is None:
         return ""
     if isinstance(value, float):

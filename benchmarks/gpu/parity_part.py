@@ -1,4 +1,4 @@
-"""Two ranks on one machine, or one GPU, beside one process: the loss and every gradient."""
+"""Part that compares the loss and every gradient of several ranks on one machine with those of one process."""
 
 import argparse
 import math
@@ -30,7 +30,8 @@ from lightning_fsdp2 import (
 from lightning_fsdp2.ranks.whole_tensors import gather
 
 LOSS_TOLERANCE = GRADIENT_TOLERANCE = 1e-5
-"""Absolute of the loss; of a gradient, relative to its largest value, and with the next to that of any."""
+"""Tolerances: absolute for the loss, and for a gradient, relative to its largest value. ``LARGEST_TOLERANCE`` times the
+largest value of any gradient is added."""
 
 LARGEST_TOLERANCE = 1e-7
 SHORT: dict[str, Any] = {**LLAMA_3_8B, "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816}
@@ -39,7 +40,7 @@ SHORT |= {"num_hidden_layers": 4, "num_attention_heads": 8}
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks share the work."""
+    """Parallel sizes and flags: how the ranks share the work."""
 
     sizes: dict[str, int]
     flags: dict[str, Any] = field(default_factory=dict)
@@ -58,11 +59,11 @@ LAYOUTS = {
 
 @part("parity", toy=120, real=240)
 def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Whether streams of a GPU are waited for where they must be, which CPUs cannot show.
+    """Check that every wait for a GPU stream is in place, which CPUs cannot show.
 
-    `--ranks` processes share the GPU, and send through the host; in float32 the loss must be that of one process to
-    1e-5, and each gradient to 1e-5 of its largest value. What is beyond that is a race, or a kernel's own error: the
-    same layout on CPUs tells which. NCCL, which one GPU cannot run, is not seen.
+    `--ranks` processes share the GPU, and communicate through the host. In float32, the loss must equal the loss of one
+    process to 1e-5, and each gradient to 1e-5 of its largest value. A larger difference is a race or an error of a
+    kernel. The same layout on CPUs tells which. NCCL is not checked, since it needs a GPU for each rank.
     """
     fields, length = (TINY, 32) if args.scale == TOY else (SHORT, 1024)
     (expected,) = run_forked(partial(run_alone, fields, length, args.ranks), 1)
@@ -78,7 +79,7 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
             loss, gradient = compare(actual, expected)
             is_right = loss <= LOSS_TOLERANCE and gradient <= 1
             rows.append([name, "equal" if is_right else "differs", loss, gradient])
-        except Exception as error:  # of one layout; the others can be right
+        except Exception as error:  # other layouts may still be right
             rows.append([name, f"{type(error).__name__}: {error}".splitlines()[0], None, None])
         failures += [name] if rows[-1][1] != "equal" else []
         columns = ("layout", "is", "loss: difference", "gradients: largest difference / allowed")
@@ -88,11 +89,11 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
 
 
 Result = tuple[float, dict[str, Tensor]]
-"""Loss, and gradients by name."""
+"""The loss, and the gradients by name."""
 
 
 def run_alone(fields: dict[str, Any], length: int, ranks: int, worker: int) -> Result:
-    """The oracle."""
+    """Compute the expected result in one process."""
     model = make_model(fields)
     loss = get_loss(model, make_tokens(fields, length, ranks))
     loss.backward()
@@ -100,7 +101,7 @@ def run_alone(fields: dict[str, Any], length: int, ranks: int, worker: int) -> R
 
 
 def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, folder: str, rank: int) -> Result:
-    """What a rank of a layout computes; the same on all of them."""
+    """Compute the result of a layout on one of its ranks. All ranks return the same."""
     register()
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group(STAGED, store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2))
@@ -118,34 +119,34 @@ def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, fo
         wrapped = FSDP2Manager(config, mesh).parallelize(model)
     loss = get_loss(wrapped, tokens)
     loss.backward()
-    clip_grad_norm_([*wrapped.parameters()], math.inf)  # Megatron-FSDP's gradients are there behind it
+    clip_grad_norm_([*wrapped.parameters()], math.inf)  # creates the gradients of Megatron-FSDP
     gradients = {name: gather(parameter.grad).cpu() for name, parameter in model.named_parameters()}
     loss = loss.detach()
     dist.all_reduce(loss, dist.ReduceOp.AVG)
-    dist.barrier()  # a rank that ends before its peers would make them fail
+    dist.barrier()  # a rank that exits early would make its peers fail
     return loss.item(), gradients
 
 
 def make_model(fields: dict[str, Any]) -> LlamaForCausalLM:
-    """The same weights at every call."""
+    """Make a Llama with the same weights at every call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(AutoConfig.for_model(**fields)).to(get_device_type()).train()
 
 
 def make_tokens(fields: dict[str, Any], length: int, ranks: int) -> Tensor:
-    """A sequence for each rank."""
+    """Make random tokens, with one sequence for each rank."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(fields["vocab_size"], (ranks, length), generator=generator).to(get_device_type())
 
 
 def get_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The model's own."""
+    """Return the loss that the model itself computes."""
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
 
 def compare(actual: Result, expected: Result) -> tuple[float, float]:
-    """Return the difference of the losses, and the largest of the gradients, as a part of what is allowed."""
+    """Return the difference of the losses, and the largest difference of gradients relative to the tolerance."""
     references = expected[1]
     sizes = {name: reference.abs().max().item() for name, reference in references.items()}
     largest = max(sizes.values())

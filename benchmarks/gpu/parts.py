@@ -1,7 +1,7 @@
-"""Parts of a benchmark: one after the other, within a budget of seconds, with a page and a JSON file after each.
+"""Parts of a benchmark, which run one after another within a time budget. The output is written after each part.
 
-A part is a generator with the decorator :func:`part`. It yields the tables that it has so far, again and again, and
-runs in a process of its own: what it has yielded stays, whether it then fails, dies or is stopped when the budget ends.
+A part is a generator with the decorator :func:`part`. It runs in a separate process, and repeatedly yields its tables
+so far. The yielded tables are kept even if the part fails, dies or is stopped when the budget ends.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 
 TOY, REAL = "toy", "real"
 SCALES = (TOY, REAL)
-"""Toy sizes take a CPU some seconds; real ones are for a GPU with 80 GB."""
+"""Sizes of the models. Toy sizes take a CPU some seconds, and real sizes are for a GPU with 80 GB."""
 
 WAITING, RUNNING, DONE, FAILED, LEFT_OUT = "waiting", "running", "done", "failed", "left out"
 
@@ -30,12 +30,12 @@ _LINES_OF_ERROR = 12
 
 @dataclass(frozen=True)
 class Table:
-    """Some of a part's figures."""
+    """A table with figures of a part."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    """Texts, numbers, and None where there is nothing."""
+    """Cells of each row: texts, numbers, or None for an empty cell."""
 
 
 Run = Callable[[argparse.Namespace], Iterator[Sequence[Table]]]
@@ -43,54 +43,54 @@ Run = Callable[[argparse.Namespace], Iterator[Sequence[Table]]]
 
 @dataclass(frozen=True)
 class Part:
-    """A generator of tables, and what is known of it before it runs."""
+    """A generator of tables, with its name and its requirements."""
 
     name: str
     run: Run
     seconds: dict[str, float]
-    """What it takes at most, by scale."""
+    """Longest duration in seconds, by scale."""
 
     needs_cuda: bool
 
     @property
     def purpose(self) -> str:
-        """What its figures decide."""
+        """Purpose of the figures: the docstring of the generator."""
         return cleandoc(self.run.__doc__ or "")
 
 
 @dataclass
 class Outcome:
-    """What has become of a part."""
+    """The status, the error and the tables of a part."""
 
     name: str
     purpose: str
     status: str = WAITING
     reason: str = ""
-    """Why it is left out, or the last lines of its error."""
+    """Reason why the part is left out, or the last lines of its error."""
 
     seconds: float = 0.0
     tables: Sequence[Table] = field(default_factory=list)
 
 
 def part(name: str, *, toy: float, real: float, needs_cuda: bool = False) -> Callable[[Run], Part]:
-    """Make a part of a generator, whose docstring says what its figures decide.
+    """Turn a generator into a part. The docstring of the generator explains the purpose of the figures.
 
     Args:
-        name: By which ``--parts`` chooses it.
-        toy: Seconds that it takes at most at toy size on a CPU.
-        real: The same at real size on a GPU.
-        needs_cuda: Whether it can do nothing on a CPU.
+        name: Name of the part, for ``--parts``.
+        toy: Longest duration in seconds at toy size on a CPU.
+        real: Longest duration in seconds at real size on a GPU.
+        needs_cuda: Whether the part needs a GPU.
     """
     return lambda run: Part(name, run, {TOY: toy, REAL: real}, needs_cuda)
 
 
 def run_parts(parts: Sequence[Part], args: argparse.Namespace, write: Callable[[Sequence[Outcome]], None]) -> bool:
-    """Run the parts that can end within ``args.budget`` seconds; tell whether none of them failed.
+    """Run the parts that can end within ``args.budget`` seconds, and return whether none of them failed.
 
     Args:
-        parts: In their order.
-        args: Passed to each.
-        write: Called with all outcomes, those to come included, whenever one has changed.
+        parts: Parts in the order in which they run.
+        args: Options that are passed to each part.
+        write: Function that is called with the outcomes of all parts whenever one has changed.
     """
     ends = time.monotonic() + args.budget
     outcomes = [Outcome(part.name, part.purpose) for part in parts]
@@ -108,17 +108,17 @@ def run_parts(parts: Sequence[Part], args: argparse.Namespace, write: Callable[[
 
 
 def has_cuda() -> bool:
-    """Whether there is a GPU; unlike ``is_available`` it leaves CUDA alone, which could not be forked then."""
+    """Return whether there is a GPU. Unlike ``is_available``, this does not start CUDA, which would prevent forks."""
     return torch.cuda.device_count() > 0
 
 
 def get_device_type() -> str:
-    """What the parts run on."""
+    """Return the type of the device that the parts run on."""
     return "cuda" if has_cuda() else "cpu"
 
 
 def _run_apart(one: Part, args: argparse.Namespace, outcome: Outcome, ends: float, write: Callable[[], None]) -> None:
-    """Run a part in a process of its own, and put down what it sends."""
+    """Run a part in a separate process, and record the tables that it sends."""
     started = time.monotonic()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -142,7 +142,7 @@ def _run_apart(one: Part, args: argparse.Namespace, outcome: Outcome, ends: floa
 
 
 def _send_tables(one: Part, args: argparse.Namespace, sender: Connection) -> None:
-    os.setsid()  # so that the processes of this one can be stopped with it
+    os.setsid()  # so that child processes can be stopped with this process
     tables: Sequence[Table] = ()
     with open(args.output / f"{one.name}.log", "w") as log:
         os.dup2(log.fileno(), 1)
@@ -159,7 +159,7 @@ def _send_tables(one: Part, args: argparse.Namespace, sender: Connection) -> Non
 
 
 def _kill_session(process: Any) -> None:
-    with suppress(ProcessLookupError):  # all of it has ended
+    with suppress(ProcessLookupError):  # all processes of the session have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()

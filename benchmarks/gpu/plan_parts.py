@@ -1,4 +1,4 @@
-"""Plans beside real steps: one rank of a mesh computes on this machine, and its collectives do nothing."""
+"""Parts that compare plans with real steps of one rank of a mesh, whose collectives do nothing."""
 
 import argparse
 import time
@@ -24,36 +24,36 @@ from lightning_fsdp2.plan.timing.devices import DEVICES, Device, get_device
 
 SELECTIVE = {"activation_checkpointing": "selective"}
 STEPS = 3
-"""Timed; two come before them, of which the first makes the optimizer's states."""
+"""Number of timed steps. Two steps come before them, and the first of these creates the optimizer states."""
 
 _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step took, or what its plan says."""
+    """Figures of a step, either measured or planned."""
 
     collectives: int
     flops: int
     allocated: int
     reserved: int
-    """By torch's allocator; of a plan, by the allocator's rules."""
+    """Bytes that torch's allocator reserves, or should reserve by its rules."""
 
     held: tuple[int, ...]
-    """By the process, with what CUDA and libraries take; of a plan, the range that it gives."""
+    """Bytes that the process holds, including CUDA and libraries. A plan has the two ends of a range."""
 
     seconds: tuple[float, ...]
-    """Of a step without its collectives; planned at least, and about."""
+    """Seconds of a step without its collectives. A plan has a lower bound and an estimate."""
 
 
 @part("plan-8b", toy=60, real=120)
 def compare_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Whether a plan may be believed: 8B on 8 data parallel ranks, 2 x 8,192 tokens each, selective checkpointing.
+    """Check a plan: 8B on 8 data parallel ranks, 2 x 8,192 tokens each, selective checkpointing.
 
-    What is allocated must be the plan's to some percent, and what is reserved no more than it says, or the rules of the
-    allocator in `plan/simulation/reserved.py` are to be mended. What the process holds has no NCCL here, which the plan
-    counts.
-    The step's seconds, without collectives, must be above the bound, and tell what `plan/timing/rates.py` should say.
+    Allocated memory must match the plan to within a few percent, and reserved memory must not exceed the plan.
+    Otherwise, the rules in `plan/simulation/reserved.py` need a correction. The process holds no memory of NCCL here,
+    but the plan counts it. The step time without collectives must be above the plan's lower bound. It shows which rates
+    `plan/timing/rates.py` should have.
     """
     run = Run(TINY, 2, 1, 64) if args.scale == TOY else Run(LLAMA_3_8B, 8, 1, 8192, batch_size=2)
     yield from compare(run, Variant(SELECTIVE))
@@ -61,9 +61,9 @@ def compare_8b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 @part("plan-8b-tp", toy=60, real=150)
 def compare_8b_tp(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """The same of tensor and sequence parallelism: 8B on 8 shards x tp 8, 8 x 8,192 tokens, selective checkpointing.
+    """Check a plan with tensor and sequence parallelism: 8B on 8 shards x tp 8, 8 x 8,192 tokens, selective AC.
 
-    It tells, too, what small products cost: each of the 8 ranks has an eighth of every matrix.
+    This also shows the cost of small products, since each of the 8 ranks has an eighth of every matrix.
     """
     run = Run(TINY, 4, 2, 64) if args.scale == TOY else Run(LLAMA_3_8B, 64, 8, 8192, batch_size=8)
     yield from compare(run, Variant(SELECTIVE))
@@ -71,13 +71,13 @@ def compare_8b_tp(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 @part("plan-70b", toy=60, real=300)
 def compare_70b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """The same of one rank of 256 that train 70B: 32 shards x tp 8, 8 x 8,192 tokens, full checkpointing."""
+    """Check a plan of one of 256 ranks that train 70B: 32 shards x tp 8, 8 x 8,192 tokens, full checkpointing."""
     run = Run(TINY, 8, 2, 64) if args.scale == TOY else Run(LLAMA_3_70B, 256, 8, 8192, batch_size=8)
     yield from compare(run, Variant(FULL))
 
 
 def compare(run: Run, variant: Variant) -> Iterator[Sequence[Table]]:
-    """Plan the step of rank 0, and run it."""
+    """Plan the step of rank 0, run it, and compare both."""
     device = find_device()
     (planned,) = run_forked(partial(plan, run, variant, device), 1)
     yield [build_table(planned, None)]
@@ -90,13 +90,13 @@ def compare(run: Run, variant: Variant) -> Iterator[Sequence[Table]]:
 
 
 def find_device() -> Device:
-    """What plans are told: this GPU, or an H100 where there is none that they know."""
+    """Return the device for plans: this GPU, or an H100 if plans do not know this GPU or there is none."""
     name = get_gpu()[0].lower() if get_gpu() else ""  # type: ignore[index]
     return get_device(next((known for known in DEVICES if known in name), "h100"))
 
 
 def plan(run: Run, variant: Variant, device: Device, worker: int) -> Step:
-    """What :func:`lightning_fsdp2.plan.plan_run` says of rank 0, with its operations."""
+    """Plan rank 0 as :func:`lightning_fsdp2.plan.plan_run` does, and return its figures."""
     trainer = make_planned_trainer(run, variant)
     recording = simulate(trainer, make_module(run, variant), make_batch(run), world_size=run.ranks).recording
     axes = get_overlapped_axes(trainer.strategy.config)  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def plan(run: Run, variant: Variant, device: Device, worker: int) -> Step:
 
 
 def measure(run: Run, variant: Variant, worker: int) -> Step:
-    """Run the same step with real tensors; what is gathered is what the memory happens to hold."""
+    """Run the same step with real tensors, and return its figures. Gathered tensors have arbitrary values."""
     has_gpu = torch.cuda.is_available()
     with simulate_world(run.ranks):
         step = build_step(run, variant, get_device_type())
@@ -135,13 +135,13 @@ def measure(run: Run, variant: Variant, worker: int) -> Step:
 
 
 def measure_memory() -> tuple[int, int, int]:
-    """Return the bytes that were allocated and reserved at the most, and those that the GPU has given away."""
+    """Return the peaks of allocated and of reserved bytes, and the bytes that are in use on the GPU."""
     free, total = torch.cuda.mem_get_info()
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free
 
 
 def build_table(planned: Step, measured: Step | None) -> Table:
-    """A row for each figure."""
+    """Build a table with a row for each figure."""
     names = ("collectives", "TFLOP", "allocated MiB", "reserved MiB", "held MiB: from", "to", "s: at least", "about")
     rows = zip(names, list_figures(planned), list_figures(measured), strict=True)
     return Table(
@@ -152,7 +152,7 @@ def build_table(planned: Step, measured: Step | None) -> Table:
 
 
 def list_figures(step: Step | None) -> list[float | None]:
-    """As in the table; a figure in the place of a range stands for both ends, and 0 was not measured."""
+    """List the figures of a table's column. A single value fills both ends of a range; memory of 0 was not measured."""
     if step is None:
         return [None] * 8
     memory = [size / _MIB or None for size in (step.allocated, step.reserved, step.held[0], step.held[-1])]

@@ -1,4 +1,4 @@
-"""The project's own tests that need a GPU."""
+"""Part that runs the project's tests on a GPU."""
 
 import argparse
 import subprocess
@@ -11,12 +11,12 @@ from benchmarks.gpu.parts import TOY, Table, part
 
 ROOT = Path(__file__).parent.parent.parent
 TOY_TESTS = ("tests/parallel/context/test_block_attention.py", "tests/strategies/test_offload.py")
-"""Enough to see that tests are found and counted."""
+"""Test files at toy size, which are enough to see that tests are found and counted."""
 
 
 @part("tests", toy=120, real=300)
 def run_tests(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Whether what tests can only see on a GPU is right: each test marked `gpu` that fails is a bug to mend first."""
+    """Run the tests marked `gpu`, which need a GPU. Each failure is a bug to fix first."""
     report = args.output / "tests.xml"
     paths = TOY_TESTS if args.scale == TOY else ("tests",)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report.resolve()}"]

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the steps beside it."""
+"""Part that measures how much saving a checkpoint slows down training."""
 
 import argparse
 import shutil
@@ -22,17 +22,17 @@ from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Strategy
 
 WARMUP_STEPS, USUAL_STEPS, SAVES = 3, 5, 2
 MOST_STEPS = 2000
-"""Of a run, which ends as soon as its last save is on disk."""
+"""Largest number of steps of a run, which ends as soon as its last save is on disk."""
 
 COLUMNS = ("save", "usual ms per step", "blocked s", "ms per step while it writes", "steps", "durable after s")
 
 
 @part("save", toy=60, real=240)
 def compare_saves(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Whether `async_save` pays, and what it costs: how long a save stops training, and slows the steps beside it.
+    """Measure how long a save blocks training and how much it slows down steps, with and without `async_save`.
 
-    A Llama of 1.5B writes its 18 GB twice; the first save allocates host memory that the second finds. If steps are
-    much slower while a save is written, copying and writing are to leave them more of the bus, or of the CPU.
+    A Llama of 1.5B writes its 18 GB twice. The second save reuses the host memory that the first save has allocated. If
+    steps are much slower while a save is written, the writer should use less of the bus or of the CPU.
     """
     fields, shape = (TINY, (1, 16)) if args.scale == TOY else (LLAMA_1_5B, (2, 4096))
     rows: list[list[Any]] = []
@@ -44,11 +44,11 @@ def compare_saves(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 
 class Saver(pl.Callback):
-    """Saves, and times the steps before it and while it is written."""
+    """Callback that saves, and times the steps before a save and while it is written."""
 
     def __init__(self, folder: Path) -> None:
         self.measured: list[list[Any]] = []
-        """Cells of each save."""
+        """Cells of the table, with a row for each save."""
 
         self._folder = folder
         self._marks: list[float] = []
@@ -56,7 +56,7 @@ class Saver(pl.Callback):
         self._blocked = self._usual = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """End a step, save when it is time, and see whether the last save is there."""
+        """End a step, save when it is time, and check whether the last save is complete."""
         synchronize()
         self._marks.append(time.perf_counter())
         if self._saved is None and len(self._marks) > WARMUP_STEPS + USUAL_STEPS:
@@ -89,7 +89,7 @@ class Saver(pl.Callback):
 
 
 def train(is_async: bool, fields: dict[str, Any], shape: tuple[int, int], folder: Path, worker: int) -> list[list[Any]]:
-    """A run that saves."""
+    """Train and save, and return the measurements of each save."""
     saver = Saver(folder)
     with process_group():
         module = CausalLM(config=fields, optimizer=make_optimizer)

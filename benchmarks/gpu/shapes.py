@@ -1,4 +1,4 @@
-"""The models that the parts train."""
+"""Configs of the models that the parts train."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ LLAMA_1_5B: dict[str, Any] = {
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
 }
-"""The shape of Llama-3.2-1B, with a head of its own."""
+"""Shape of Llama-3.2-1B, but with a head that is not tied to the embedding."""
 
 LLAMA_3_70B: dict[str, Any] = {
     **LLAMA_3_8B,

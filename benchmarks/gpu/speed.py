@@ -1,7 +1,7 @@
-"""How fast training is on one GPU: beside a hand-written loop and Lightning's strategies, and with each option.
+"""Measure training speed on one GPU, against a hand-written loop and Lightning's strategies, and with each option.
 
-Each part runs in a process of its own. The page and the JSON file in the output folder are complete after every part,
-and after every round of one; their names are ``gpu-speed.md`` and ``gpu-speed.json``.
+Each part runs in a separate process. The page ``gpu-speed.md`` and the file ``gpu-speed.json`` in the output folder are
+complete after every part, and after every round of a part.
 
     python -m benchmarks.gpu.speed --budget 1500
     python -m benchmarks.gpu.speed --parts baselines trace
@@ -24,11 +24,11 @@ PARTS = (
     compare_saves,
     compare_offload,
 )
-"""What decides most comes first."""
+"""Parts in the order of their importance."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the parts; exit with 1 when one fails."""
+    """Run the parts, and exit with 1 if one fails."""
     parser = build_parser(__doc__, PARTS, "gpu-speed")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each arm and kernel; default: 3")
     run("GPU speed", PARTS, parser, arguments)

@@ -1,7 +1,7 @@
-"""A process group whose ranks may share one GPU: all that they send goes through the host's memory and gloo.
+"""A process group whose ranks may share one GPU, since it communicates through host memory and gloo.
 
-NCCL refuses two ranks on a GPU, and gloo lacks collectives of CUDA's tensors. Tensors are copied to the host in the
-stream that called, and results back in it, so that whatever it should have waited for, and did not, shows in values.
+NCCL refuses two ranks on one GPU, and gloo lacks some collectives for CUDA tensors. Inputs and results are copied in
+the stream that calls the collective. So a missing wait between streams shows as wrong values.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ STAGED = "staged"
 
 
 def register() -> None:
-    """Let ``init_process_group("staged")`` make such groups in this process."""
+    """Register the backend, so that ``init_process_group("staged")`` makes such groups in this process."""
     if STAGED not in dist.Backend.backend_list:
         dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", "cuda"])
 
 
 class StagedGroup(dist.ProcessGroup):
-    """What torch's collectives call, under the names of torch 2.11 and of 2.13; the works that they return are done."""
+    """Process group with the methods that torch 2.11 and 2.13 call. Each collective is finished when it returns."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -34,7 +34,7 @@ class StagedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """As torch has registered it; its own property asks a backend, which groups in Python do not have."""
+        """Name under which torch has registered the group. torch's own property needs a backend in C++."""
         return distributed_c10d._world.pg_names[self]
 
     def barrier(self, opts: Any = None) -> Any:
@@ -86,7 +86,7 @@ class StagedGroup(dist.ProcessGroup):
         return [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing: each collective ends by itself."""
+        """Do nothing, since each collective finishes at once."""
 
     def _end_coalescing(self, device: torch.device) -> Any:
         return self.barrier()
@@ -98,7 +98,7 @@ class StagedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce(self, tensor: Tensor, opts: Any) -> tuple[Any, Tensor]:
-        """Gloo can neither average nor scale."""
+        """Reduce on the host. Averages and scaling are done here, since gloo has neither."""
         staged, operation = _to_host(tensor), getattr(opts, "reduceOp", ReduceOp.SUM)
         is_mean = operation == ReduceOp.AVG
         if operation == ReduceOp.PREMUL_SUM:

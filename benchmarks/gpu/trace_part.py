@@ -1,4 +1,4 @@
-"""A trace of training steps."""
+"""Part that writes a trace of training steps."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ WAIT, WARMUP, ACTIVE = 3, 1, 2
 
 @part("trace", toy=30, real=90)
 def write_trace(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Where the time of a step goes that the other figures do not explain: two steps of 1.5B, for ui.perfetto.dev."""
+    """Write a trace of two steps of 1.5B for ui.perfetto.dev, to explain time that other figures do not explain."""
     run_forked(partial(train, args), 1)
     files = sorted(args.output.glob("step*.json.gz"))
     yield [Table("Traces", ("file", "MiB"), [[file.name, file.stat().st_size / 2**20] for file in files])]
 
 
 def train(args: argparse.Namespace, worker: int) -> None:
-    """The run that is traced."""
+    """Train with a profiler that writes the trace."""
     fields, shape = (TINY, (1, 16)) if args.scale == TOY else (LLAMA_1_5B, (2, 4096))
     profiler = StepProfiler(dirpath=args.output, wait=WAIT, warmup=WARMUP, active=ACTIVE)
     steps = WAIT + WARMUP + ACTIVE

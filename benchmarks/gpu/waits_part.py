@@ -1,4 +1,4 @@
-"""Where the host waits for the GPU in a training step."""
+"""Part that finds where the host waits for the GPU in a training step."""
 
 import argparse
 import warnings
@@ -17,21 +17,21 @@ from benchmarks.turns import HOST_READS, OperationCounter
 from lightning_fsdp2 import CausalLM, FSDP2Strategy
 
 WARMUP_STEPS, STEPS, LOGGED = 3, 8, 4
-"""Steps that are not watched, those that are, and every how many the metrics are logged."""
+"""Numbers of steps before the watched steps, of watched steps, and of steps from one log of metrics to the next."""
 
 
 class Watcher(pl.Callback):
-    """Writes down the lines that wait: on CUDA those torch warns of, elsewhere how many values were read."""
+    """Callback that records waits: on CUDA the lines that torch warns about, on a CPU the number of values read."""
 
     def __init__(self) -> None:
         self.waits: list[list[str]] = []
-        """Of each step."""
+        """Waits of each watched step."""
 
         self._warnings: Any = None
         self._counter = OperationCounter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        """End what was written down of the step before, and begin anew."""
+        """End the record of the previous step, and begin a new one."""
         self._end()
         if index < WARMUP_STEPS or index == WARMUP_STEPS + STEPS:
             return
@@ -59,10 +59,10 @@ class Watcher(pl.Callback):
 
 @part("waits", toy=60, real=90)
 def count_waits(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
-    """Whether the host ever waits for the GPU in a step, which then runs dry until the host has caught up.
+    """Check that the host never waits for the GPU in a step, since the GPU is then idle until the host catches up.
 
-    A step of `CausalLM` under `FSDP2Strategy` waits nowhere, but where metrics are logged. Each other line of the table
-    is a bubble to remove, in the file that it names. On a CPU all reads of values are counted, which decides nothing.
+    A step of `CausalLM` under `FSDP2Strategy` should wait only where metrics are logged. Every other wait in the table
+    should be removed from the file that it names. On a CPU, all reads of values are counted, which proves nothing.
     """
     fields, batch_size, length = (TINY, 1, 16) if args.scale == TOY else (LLAMA_1_5B, 1, 4096)
     watcher = train(fields, batch_size, length)
@@ -82,7 +82,7 @@ def count_waits(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
 
 
 def train(fields: dict[str, Any], batch_size: int, length: int) -> Watcher:
-    """A run that logs to nowhere."""
+    """Train with a logger that writes nothing, and return the callback with the waits."""
     watcher, steps = Watcher(), WARMUP_STEPS + STEPS + 1
     with process_group():
         module = CausalLM(config=fields, optimizer=lambda parameters: AdamW(parameters, lr=1e-4, fused=True))
