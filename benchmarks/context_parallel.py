@@ -151,7 +151,7 @@ def simulate(run: Run, method: str, rank: int) -> Share:
 
 
 def make_run(model: dict[str, Any], length: int, cp_size: int) -> Run:
-    """Make a run with a sequence for each ``cp_size`` ranks. It has at least two ranks, so that weights are gathered."""
+    """Make a run with a sequence for each ``cp_size`` ranks. At least two ranks take part, so weights are gathered."""
     return Run(model, max(2, cp_size), 1, length, cp_size=cp_size)
 
 

@@ -1,4 +1,4 @@
-"""Try every option of Lightning's Trainer under every strategy, and write docs/compatibility.md if all is as it says.
+"""Try every option of Lightning's Trainer under every strategy, and write docs/compatibility.md if nothing fails.
 
 Usage: python tools/compatibility.py [--output docs/compatibility.md]
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from helpers import callback_options, trainer_options  # noqa: F401 - they fill the table
+from helpers import callback_options, trainer_options  # noqa: F401 - these imports fill OPTIONS
 from helpers.compatibility import OPTIONS, Option, try_options
 from helpers.ranks import RankError
 from helpers.strategies import STRATEGIES
@@ -27,7 +27,7 @@ HEADINGS = {"Trainer": "Arguments of the Trainer", "callbacks": "Callbacks", "Tu
 
 
 class Difference(NamedTuple):
-    """What is not as under Lightning's own strategy, by design or because it cannot be."""
+    """A use of Lightning that differs from Lightning's own strategy, on purpose or because it must."""
 
     what: str
     under_ddp: str
@@ -205,9 +205,9 @@ DIFFERENCES = (
 
 
 def main() -> int:
-    """Try everything and return whether something failed, as an exit status."""
+    """Try every option under every strategy, and return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="the document, as Markdown")
+    parser.add_argument("--output", type=Path, help="Markdown file to write")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -223,7 +223,7 @@ def main() -> int:
 
 
 def get_optional_failure(row: Option, strategy: str) -> str | None:
-    """Try one option by itself, so that the others are tried too."""
+    """Try a single option, and return the failure as text, so that all other options are tried, too."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             try_options(strategy, [row], Path(folder))
@@ -234,7 +234,7 @@ def get_optional_failure(row: Option, strategy: str) -> str | None:
 
 
 def get_versions() -> str:
-    """Return the line that says when, with what and by what the page was written."""
+    """Return a line with the date, the versions and the program that wrote the page."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "megatron-fsdp"))
     return (
         f"{datetime.now(timezone.utc):%Y-%m-%d}, Python {platform.python_version()}, {versions}. Written by"
@@ -243,7 +243,7 @@ def get_versions() -> str:
 
 
 def describe_differences() -> list[str]:
-    """Return the section of the document on what a user of Lightning's own strategy may not expect."""
+    """Return the lines of the section on differences from Lightning's own strategy."""
     return [
         "",
         "## What differs from Lightning's `ddp`",
@@ -260,7 +260,7 @@ def describe_differences() -> list[str]:
 
 
 def describe_options(made_with: str) -> str:
-    """Return the document, in Markdown; ``made_with`` says when and with which versions the checks ran."""
+    """Return the page as Markdown. ``made_with`` is the line with the date and the versions of the checks."""
     lines = [
         "# What works under which strategy",
         "",

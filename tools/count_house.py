@@ -1,13 +1,13 @@
-"""Count what makes the package hard to walk through: large files and folders, long functions, echoes of flags, hops.
+"""Count what makes the source hard to read: large files and folders, long functions, and paths of values through it.
 
     python tools/count_house.py
 
-A flag should be written in two places: in ``config.py``, with its text and its check, and in the file that uses it.
-Listed are flags that several files read from a config or name in a string. The functions of the contract, which have a
-parameter for each flag, are left out.
+A flag should appear in two places: in ``config.py``, with its text and its check, and in the file that uses it. The
+program lists flags that several files read from a config or name in a string. The functions of the public contract,
+which have a parameter for each flag, are left out.
 
-A *hop* of ``tp_size`` is a function that another file gives the number, or an object that holds it, on the way from
-``FSDP2Strategy(tp_size=2)`` to the mesh.
+On its way from ``FSDP2Strategy(tp_size=2)`` to the mesh, the number ``tp_size`` is passed from file to file. A *hop* is
+a function that gets the number, or an object with the number, from another file.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CONTRACT = {"parallelizer.py", "recipes/nvfsdp.py"}
 
 
 class MarkedInt(int):
-    """An int that can be told from others of the same value."""
+    """An int that can be distinguished from other ints of the same value."""
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def find_uses(package: Path) -> dict[str, list[str]]:
 
 
 def find_names(tree: ast.AST) -> set[str]:
-    """Return what is read from something called ``config``, is given to a config, or is a string."""
+    """Return the names that are read from an object called ``config``, are passed to a config, or are in strings."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and get_last_name(node.value).endswith("config"):
@@ -123,14 +123,14 @@ def trace_tp_size(package: str) -> list[str]:
 
 
 class Tracer:
-    """Notes the functions of the package that another file gives a marked number, or an object that holds one."""
+    """Profiler that records functions that get a marked number, or an object with one, from another file."""
 
     def __init__(self, package: str) -> None:
         self.hops: list[str] = []
         self._package = package
 
     def see(self, frame: Any, event: str, argument: Any) -> None:
-        """Look at the arguments of a call; this is what ``sys.setprofile`` takes."""
+        """Look for a marked number in the arguments of a call. ``sys.setprofile`` takes this function."""
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(self._package) or code.co_name.startswith("<"):
             return

@@ -1,10 +1,10 @@
-"""Count how far a reader must go: files, calls, and moves between files, of what a run does.
+"""Count the files, the calls and the moves between files that a reader must follow to understand a run.
 
     python tools/count_moves.py [--functions]
 
 A tiny Llama is set up, trained and saved on two tensor parallel ranks with sequence parallelism, and its checkpoint is
-loaded onto two data parallel ranks. A *move* is a call into another file of the package than the call before. Counted
-are calls of the package's functions on rank 0; comprehensions and lambdas are not counted.
+loaded onto two data parallel ranks. Only calls of the package's functions on rank 0 count, without comprehensions and
+lambdas. A *move* is a call into a different file than the previous call.
 """
 
 import argparse
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 PACKAGE = str(ROOT / "lightning_fsdp2") + os.sep
 STRUCTURE = ("modules/structure.py", "parallel/structure.py")
-"""Where a model's structure is found: now, and in commits before the folders."""
+"""Files that find a model's structure: the current file, and the file in commits before 2026-11-25."""
 
 MODEL = {
     "model_type": "llama",
@@ -36,7 +36,7 @@ MODEL = {
 
 
 class Counter:
-    """Counts calls of the package's functions while it is on."""
+    """Profiler that counts calls of the package's functions."""
 
     def __init__(self) -> None:
         self.functions: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -44,7 +44,7 @@ class Counter:
         self._last = ""
 
     def count(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` and return what it returns."""
+        """Call ``function`` with the profiler on, and return the result."""
         sys.setprofile(self._see)
         try:
             return function()
@@ -76,7 +76,7 @@ class Counter:
 
 
 def main() -> None:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--functions", action="store_true", help="list the calls of each function")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
@@ -99,7 +99,7 @@ def run(path: Path, *, functions: bool) -> None:
     from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
 
     class Step(Callback):
-        """Counts the third step, when nothing is done for the first time."""
+        """Callback that counts the third step, in which nothing happens for the first time."""
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:

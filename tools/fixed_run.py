@@ -1,14 +1,14 @@
-"""Train one fixed run on each kind of mesh, and compare it with that of another commit to the last bit.
+"""Train a fixed run on each kind of mesh, and compare it bit by bit with the same run at another commit.
 
-A change that is meant to change no numbers is checked like this, with this file copied into a checkout of the commit
-before it::
+Use it to check that a change of the source changes no numbers. Copy this file into a checkout of the earlier commit,
+and run::
 
-    python tools/fixed_run.py before/                   # there
-    python tools/fixed_run.py after/ --compare before/  # here
+    python tools/fixed_run.py before/                   # in the checkout of the earlier commit
+    python tools/fixed_run.py after/ --compare before/  # in this checkout
 
-Each run trains six optimizer steps, saves a checkpoint, and resumes from it for two more. Losses are written as
-hexadecimal floats, weights and optimizer states as a checksum. With ``--compare`` the runs resume from the checkpoints
-in the other folder, so that these must still load.
+Each run trains six optimizer steps, saves a checkpoint, and resumes from it for two more steps. Losses are written as
+hexadecimal floats, and weights and optimizer states as a checksum. With ``--compare``, runs resume from the checkpoints
+in the other folder, so these checkpoints must still load.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 RANKS = {"tp2_sp": 2, "dp2_tp2": 4, "cp2": 2, "ddp": 2, "megatron": 2}
-"""The number of ranks of each run, by its name."""
+"""Number of ranks of each run, by the name of the run."""
 
 RESULT = "result.json"
 
@@ -42,9 +42,9 @@ MODEL = {
 
 
 def main() -> None:
-    """Run everything, or with ``--only`` be one rank of one run."""
+    """Run everything, or with ``--only``, run as one rank of one run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the result and the checkpoints are written")
+    parser.add_argument("folder", type=Path, help="folder for the result and the checkpoints")
     parser.add_argument("--compare", type=Path, help="folder of another commit, whose checkpoints are resumed from")
     parser.add_argument("--only", choices=RANKS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def launch(run: str, folder: Path, compare: Path | None) -> dict[str, Any]:
-    """Start the ranks of a run and return what the first one wrote."""
+    """Start the ranks of a run, and return the losses and the checksum that rank 0 has written."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS[run]}"]
     command += [__file__, str(folder), "--only", run, *(["--compare", str(compare)] if compare else [])]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
@@ -71,7 +71,7 @@ def launch(run: str, folder: Path, compare: Path | None) -> dict[str, Any]:
 
 
 def train(run: str, folder: Path, resume_from: Path) -> None:
-    """Train six steps and save; resume from the checkpoint of the same run in ``resume_from`` for two more."""
+    """Train six steps and save, then resume from the same run's checkpoint in ``resume_from`` for two more steps."""
     from helpers.cuda_on_cpu import cuda_on_cpu
 
     with cuda_on_cpu() if run == "megatron" else nullcontext():
@@ -136,7 +136,7 @@ def build_strategy(run: str) -> Any:
 
 
 def get_checksum(checkpoint: Path, file: Path) -> str:
-    """Return a checksum of all tensors of a checkpoint: weights and optimizer states, whole."""
+    """Return a checksum of all weights and optimizer states of a checkpoint, as whole tensors."""
     import torch
 
     from lightning_fsdp2 import consolidate_checkpoint
@@ -150,7 +150,7 @@ def get_checksum(checkpoint: Path, file: Path) -> str:
 
 
 def list_tensors(value: Any, path: str) -> list[tuple[str, Any]]:
-    """List the tensors in nested dicts and lists with their paths, random states left out."""
+    """List the tensors in nested dicts and lists with their paths. Random states are left out."""
     import torch
 
     if isinstance(value, torch.Tensor):

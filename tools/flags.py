@@ -1,4 +1,4 @@
-"""Write docs/flags.md, what each flag of FSDP2 does, from the table that the tests measure.
+"""Write docs/flags.md, which shows what each flag of FSDP2 does, from the table that the tests verify.
 
 Usage: python tools/flags.py
 """

@@ -1,8 +1,8 @@
-"""Compare model families of transformers with one process, on every layout.
+"""Compare model families of transformers on every parallel layout with one process.
 
-Causal language models that have a tensor parallel plan, or models that see images. Two families at a time. What is
-measured is kept under ``.parity/`` for as long as nothing changes that can reach it (:mod:`helpers.reach`), so that an
-interrupted run goes on where it stopped.
+The families are causal language models that have a tensor parallel plan, or models that see images. Two families are
+measured at a time. Results are kept under ``.parity/`` until a file that can affect them changes
+(:mod:`helpers.reach`). So an interrupted run continues where it stopped.
 
 Usage: python tools/parity_matrix.py [--context | --images] [--families a,b] [--layouts "tp2;cp2"] [--output docs/x.md]
 """
@@ -38,7 +38,7 @@ FAILED = "**FAILED**"
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """What is compared, and what its page says."""
+    """A comparison of families on layouts, and the text of its page."""
 
     title: str
     about: list[str]
@@ -50,7 +50,7 @@ class Matrix:
     get_optional_refusal: Callable[[str, RankError], str | None]
 
     def get_key(self) -> str:
-        """Return a hash of all that decides a number; what measures other matrices is not in it."""
+        """Return a hash of all files that affect a number of this matrix."""
         return get_key(find_reach(Path(inspect.getfile(self.measure))) | {Path(__file__)})
 
 
@@ -100,7 +100,7 @@ IMAGES = Matrix(
 
 
 def main() -> int:
-    """Measure what is not known yet and return whether something failed, as an exit status."""
+    """Measure everything that is not known yet, and return 1 if something failed."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -136,19 +136,19 @@ def main() -> int:
 
 
 def is_open(ledger: Ledger, layout: str) -> bool:
-    """Return whether a layout has not been measured, or failed."""
+    """Return whether a layout has not been measured yet, or has failed."""
     return ledger.results.get(layout, {"cell": FAILED})["cell"] == FAILED
 
 
 def measure_family(matrix: Matrix, family: str, layouts: list[str], ledger: Ledger) -> int:
-    """Write the cell of each layout into the family's ledger."""
+    """Measure each layout of a family, and write the results into the family's ledger."""
     for layout in layouts:
         try:
             ledger.add(layout, cell=f"{matrix.measure(family, layout):.0e}")
         except AssertionError as error:
             reason = matrix.get_optional_refusal(family, error) if isinstance(error, RankError) else None
             if reason is None:
-                # a rank that died has left no error but its output
+                # a rank that died has left only its output, without an error
                 cause = getattr(error, "cause", None)
                 ledger.add(layout, cell=FAILED, error=str(error if cause is None else repr(cause)))
                 print(error)
@@ -158,7 +158,7 @@ def measure_family(matrix: Matrix, family: str, layouts: list[str], ledger: Ledg
 
 
 def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> str:
-    """Return the page, in Markdown."""
+    """Return the page as Markdown."""
     families = list(dict.fromkeys(family for family, _ in cells))
     layouts = list(dict.fromkeys(layout for _, layout in cells))
     reasons = dict.fromkeys((family, cell["reason"]) for (family, _), cell in cells.items() if "reason" in cell)

@@ -1,8 +1,9 @@
-"""Run all tests, those marked ``slow`` included, two files at a time, and go on where an interrupted run stopped.
+"""Run all tests, including those marked ``slow``, two files at a time, and continue where an interrupted run stopped.
 
-Each test file has a ledger under ``.test-all/``, in which every finished test is a line. The ledger's name is a hash of
-the versions and of all files that the test file can reach (:mod:`helpers.reach`). So a change starts afresh what can
-reach it, and a second run of the same skips what has passed. The run writes ``docs/test-all.md`` when it ends.
+Each test file has a ledger under ``.test-all/``, with a line for every finished test. The ledger's name is a hash of
+the versions and of all files that the test file can reach (:mod:`helpers.reach`). So after a change, only test files
+that can reach the changed files run again. Other tests that have passed are skipped. The run writes
+``docs/test-all.md`` when it ends.
 """
 
 import re
@@ -17,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import conftest  # noqa: F401  what is imported here need not be in each fork
+import conftest  # noqa: F401  imported once here, instead of in each fork
 import pytest
 from helpers.ledger import VERSIONS, Ledger, get_commit, get_key, hold, run_jobs
 from helpers.reach import RESULTS, ROOT, find_reach
@@ -25,11 +26,11 @@ from helpers.reach import RESULTS, ROOT, find_reach
 FOLDER = ROOT / ".test-all"
 OUTCOMES = ("passed", "failed", "skipped")
 END = "end"
-"""The entry of a ledger whose file has run to its end."""
+"""Entry of a ledger which shows that the test file has run to its end."""
 
 
 def main() -> int:
-    """Run what is left, write the page, and return whether a test failed, as an exit status."""
+    """Run the remaining tests, write the page, and return 1 if a test failed."""
     start = time.monotonic()
     with hold(FOLDER):
         ledgers = {ledger.name: ledger for ledger in map(open_ledger, sorted((ROOT / "tests").rglob("test_*.py")))}
@@ -46,12 +47,12 @@ def main() -> int:
 
 
 def open_ledger(file: Path) -> "FileLedger":
-    """Return the ledger of a test file for what it can reach as it is now."""
+    """Return the ledger of a test file for the current state of all files that it can reach."""
     return FileLedger(file, FOLDER / file.relative_to(ROOT) / f"{get_key(find_reach(file))}.jsonl")
 
 
 def run_file(ledger: "FileLedger", *options: str) -> int:
-    """Run the tests of a file that have not passed before and return the exit status."""
+    """Run the tests of a file that have not passed before, and return the exit status."""
     standard = ["--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     status = pytest.main([*standard, *options, str(ledger.file)], plugins=[ledger])
     # an earlier run may have left nothing to do, which pytest reports as an error
@@ -62,7 +63,7 @@ def run_file(ledger: "FileLedger", *options: str) -> int:
 
 
 class FileLedger(Ledger):
-    """The ledger of a test file, and the pytest plugin that writes it and leaves out what has passed before."""
+    """Ledger of a test file, and a pytest plugin that writes the ledger and leaves out tests that have passed."""
 
     def __init__(self, file: Path, path: Path) -> None:
         super().__init__(path)
@@ -79,7 +80,7 @@ class FileLedger(Ledger):
         return self.end is not None and not self.failed
 
     def note_crash(self, status: int) -> None:
-        """Count a file as failed whose process did not come to its end."""
+        """Count the file as failed if its process has died."""
         if status:
             log = self.path.parent.relative_to(ROOT)
             self.results[f"{self.name} (ended with {status}, see {log}.log)"] = {
@@ -115,14 +116,14 @@ class FileLedger(Ledger):
 
 
 def order_by_seconds(names: Iterable[str]) -> list[str]:
-    """Return the files with the longest of the last run first, after those that it did not have."""
+    """Sort files by their time in the last run, the longest first. New files come before all others."""
     text = RESULTS.read_text() if RESULTS.exists() else ""
     seconds = {name: int(number) for name, number in re.findall(r"^\| `(\S+)` .* (\d+) \|$", text, re.MULTILINE)}
     return sorted(names, key=lambda name: -seconds.get(name, sys.maxsize))
 
 
 def summarize(ledgers: dict[str, FileLedger], seconds: float, ran: int) -> str:
-    """Return the Markdown page: versions, counts and seconds per file, what failed, and why tests were skipped."""
+    """Return the page as Markdown: versions, counts and seconds per file, failures, and reasons for skipped tests."""
     by_file = {name: list(ledger.results.values()) for name, ledger in ledgers.items()}
     results = [result for file in by_file.values() for result in file]
     failed = [test for ledger in ledgers.values() for test in ledger.failed]
@@ -153,7 +154,7 @@ def summarize(ledgers: dict[str, FileLedger], seconds: float, ran: int) -> str:
 
 
 def table_row(title: str, results: list[dict[str, Any]]) -> str:
-    """Return a row of the page: counts of outcomes, and seconds."""
+    """Return a row of the page, with the counts of outcomes and the seconds."""
     counts = Counter(result["outcome"] for result in results)
     seconds = sum(result["seconds"] for result in results)
     return f"| {title} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} | {seconds:.0f} |"

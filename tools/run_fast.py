@@ -1,7 +1,7 @@
-"""Run the tests that every change must pass, all but those marked ``slow``, two files at a time.
+"""Run the tests that every change must pass, which are all tests not marked ``slow``, two files at a time.
 
-Arguments are those of pytest, such as ``-k name``; with a file or a folder among them, pytest itself runs that alone.
-The output of a file with failures is shown when the file ends.
+Arguments are those of pytest, such as ``-k name``. If they name files or folders, pytest itself runs only these. If
+tests of a file fail, the output of the file is shown when it ends.
 """
 
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import conftest  # noqa: F401  what is imported here need not be in each fork
+import conftest  # noqa: F401  imported once here, instead of in each fork
 import pytest
 from helpers.ledger import hold, run_jobs
 from helpers.reach import ROOT
@@ -25,7 +25,7 @@ FOLDER = ROOT / ".test"
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Run all files and return whether a test failed, as an exit status."""
+    """Run all files, and return 1 if a test failed."""
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         return int(pytest.main(["-m", "not slow", *arguments]))
     start = time.monotonic()

@@ -1,9 +1,9 @@
-"""Print texts of the package and its pages, chosen at random, for somebody to read with fresh eyes.
+"""Print random texts of the package and its pages, for somebody to judge whether they are easy to read.
 
     python tools/sample_texts.py [--seed 20261125]
 
-Sixteen docstrings, ten comments, seven error messages and seven paragraphs. A text passes if a native reader
-understands it at the first reading; 38 of 40 should.
+The sample has sixteen docstrings, ten comments, seven error messages and seven paragraphs. A text passes if a native
+speaker understands it at the first reading. At least 38 of 40 should pass.
 """
 
 import argparse
