@@ -82,7 +82,7 @@ class Run:
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages are about real runs
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages suit real runs
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
@@ -107,7 +107,7 @@ class Run:
 
 
 def get_overlapped_axes(config: Any) -> tuple[str, ...]:
-    """Return the axes whose collectives overlap with computation, apart from FSDP2's, which overlap on any axis."""
+    """Return the axes on which all collectives overlap with computation. FSDP2's collectives overlap on every axis."""
     if isinstance(config, DDPConfig):
         return (DP_REPLICATE, DP_SHARD, DATA_PARALLEL)
     return (DP_REPLICATE, TENSOR_PARALLEL) if config.enable_async_tensor_parallel else (DP_REPLICATE,)

@@ -307,7 +307,7 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
 
 
 def _build_timeline(recording: Recording, starts: list[float], samples: int = 500) -> list[Moment]:
-    """Return the moment of highest memory in each of ``samples`` stretches of the step.
+    """Divide the step into ``samples`` stretches, and return the moment of highest memory in each.
 
     Identical micro-batches appear once.
     """

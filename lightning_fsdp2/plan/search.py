@@ -85,7 +85,7 @@ def search(
 
     Args:
         run: Run to find a layout for.
-        knobs: Current knobs of the run.
+        knobs: Current settings of the run.
         sequence_length: Number of tokens per sample. None leaves out context parallelism.
         seconds: Time limit in seconds. No further simulation starts after that.
         cache: Cache of earlier simulations. None for no cache.

@@ -75,7 +75,7 @@ def _receive(receiver: Any, process: Any) -> Any:
     except EOFError:
         process.join()
         raise RuntimeError(
-            f"A process of the plan died with exit code {process.exitcode}; -9 means that memory ran out: plan with"
+            f"A process of the plan died with exit code {process.exitcode}; -9 usually means out of memory: plan with"
             " fewer processes at once."
         ) from None
     process.join()

@@ -33,5 +33,5 @@ def test_a_refusal_is_raised_as_it_is_and_a_bug_with_its_traceback() -> None:
 
 
 def test_a_process_that_is_killed_is_told_of() -> None:
-    with pytest.raises(RuntimeError, match="died with exit code -9; -9 means that memory ran out"):
+    with pytest.raises(RuntimeError, match="died with exit code -9; -9 usually means out of memory"):
         run(lambda: os.kill(os.getpid(), signal.SIGKILL))

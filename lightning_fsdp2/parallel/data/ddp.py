@@ -19,7 +19,7 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class Replica:
-    """A module, and the DDP wrapper around it while it has trained parameters.
+    """A module, with a DDP wrapper while the module has trained parameters.
 
     Args:
         module: Module that is trained on every rank.
@@ -91,7 +91,7 @@ class Replica:
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
         """Run a micro-batch that no optimizer step follows, without reducing its gradients."""
-        # torch learns a static graph only from a backward that synchronises; to average twice does no harm
+        # torch learns a static graph only from a backward that synchronises; averaging twice does no harm
         with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
             yield
 

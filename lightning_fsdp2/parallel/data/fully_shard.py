@@ -258,9 +258,9 @@ def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
         return None
     if parameter.size(1) % ranks:
         raise ValueError(
-            f"A weight of shape {tuple(parameter.shape)} packs several projections along dim 0, so that its dim 1 is"
+            f"A weight of shape {tuple(parameter.shape)} packs several projections along dim 0, so its dim 1 is"
             f" sharded over the {ranks} data parallel ranks, which do not divide {parameter.size(1)}; use a number of"
-            " ranks that does, or more replicas (dp_replicate_size)."
+            " ranks that divides it, or more replicas (dp_replicate_size)."
         )
     return Shard(1)
 

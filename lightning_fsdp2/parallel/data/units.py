@@ -1,4 +1,4 @@
-"""The units of a model, which FSDP2 gathers one at a time: their modules, their order and whether they stay gathered.
+"""The units of a model: the modules of each unit, the order of units, and whether they stay gathered after forward.
 
 A *unit* is a group of modules in one call of ``torch.distributed.fsdp.fully_shard``. Its parameters are communicated in
 one all-gather, and its gradients in one reduce-scatter.
@@ -56,7 +56,7 @@ class Unit:
 
 @dataclass(kw_only=True)
 class UnitPlan:
-    """All units of a model, inner ones first, and the chains along which weights are gathered ahead."""
+    """All units of a model, inner ones first, and the chains of units that gather weights ahead."""
 
     units: list[Unit]
     chains: list[list[Unit]]

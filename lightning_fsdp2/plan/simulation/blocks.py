@@ -101,8 +101,8 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
 
     Args:
         recording: Recording of a step.
-        repetitions: Names of the blocks of each repetition. In the summary, the parts of the step that belong to
-            these blocks are named by their distance from the first or the last repetition, for :func:`extrapolate`.
+        repetitions: Names of the blocks in each repetition. The summary names a part of the step in such a block by
+            the block's distance from the first or the last repetition, as :func:`extrapolate` needs it.
     """
     counts: Counter[Operation] = Counter()
     for operation in recording.operations:

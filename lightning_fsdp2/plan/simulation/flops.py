@@ -1,4 +1,4 @@
-"""FLOP counts of the torch operations that torch's own counter lacks."""
+"""Formulas for the FLOPs of torch operations that torch's own counter does not know."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
 
 
 def _count_grouped_products(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **options: Any) -> int:
-    """Count the FLOPs of grouped products.
+    """Count the FLOPs of grouped matrix products, such as those of experts.
 
     Each row of ``first`` is multiplied by the matrix of its group. If both tensors are matrices, the groups are along
     the inner dim.
@@ -71,7 +71,7 @@ def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, *
 def _count_segments_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any
 ) -> int:
-    """Count the FLOPs of backward: the first product of forward again, and two for the gradients of each product."""
+    """Count the FLOPs of backward, which repeats the first product and has two products for each product of forward."""
     return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
 
 

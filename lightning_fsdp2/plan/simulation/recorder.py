@@ -1,4 +1,4 @@
-"""Recorder of what a training step allocates, sends and computes, as torch's dispatcher sees it.
+"""Recorder of the memory, the communication and the computation of a training step, as torch's dispatcher sees them.
 
 Nothing is measured: the tensors may be fake, with shapes but no values, and the ranks of the collectives need not
 exist.
@@ -113,7 +113,7 @@ parallelism, ``dp_shard`` and ``dp_shard_cp`` have the same ranks, for example."
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate."""
+    """A group of ranks that communicate."""
 
     axes: tuple[str, ...]
     """Axes of the mesh's views that consist of these ranks; empty for a group outside of the mesh."""
@@ -146,7 +146,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Attention:
-    """Properties of an attention call that the speed of a fused kernel depends on."""
+    """Properties of an attention call that determine the speed of a fused kernel."""
 
     head_size: int
     length: int
@@ -299,7 +299,7 @@ class StepRecorder(TorchDispatchMode):
         return self._marks[-1][1]
 
     def begin(self, phase: str, part: str | None = None) -> None:
-        """Begin a phase of the step, and its first part."""
+        """Begin a phase of the step, and the first part of the phase."""
         self._phases.append((len(self._operations), phase))
         self.mark(part or phase)
 

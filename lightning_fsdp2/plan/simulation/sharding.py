@@ -1,4 +1,4 @@
-"""Description of how a model would be sharded over any number of ranks, made in one process without weights in memory.
+"""Description of how a model would be sharded over any number of ranks, made in one process without its weights.
 
 The model is built on the meta device and sharded by the recipe itself, as on rank 0 of a simulated world.
 """
@@ -106,7 +106,7 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
 
     Raises:
         RuntimeError: When this process belongs to a process group.
-        TypeError: When the strategy is not one of this package, or ``module`` shards itself.
+        TypeError: When the strategy is not from this package, or ``module`` shards itself.
         ValueError: When the strategy would refuse these sizes or this model.
     """
     strategy: Any = trainer.strategy
@@ -213,7 +213,7 @@ def _describe_units(
 
 
 def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
-    """Return the unit of a parameter: the innermost module with a unit that contains the parameter decides."""
+    """Return the unit of a parameter, which is the unit of the innermost module that has a unit and the parameter."""
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]

@@ -315,7 +315,7 @@ def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
-    """Return the sizes of the vocabularies and of a tensor parallel rank's part of them.
+    """Return the sizes of the model's vocabularies, and the sizes of a tensor parallel rank's parts.
 
     Sizes that also occur in other parameters are left out.
     """

@@ -11,7 +11,7 @@ from lightning_fsdp2.plan.timing.rates import Rates
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of accelerator, in its vendor's machines."""
+    """A kind of accelerator, with the links that it has in its vendor's machines."""
 
     name: str
     """Name of the device in CUDA. Peaks are known for the names in :mod:`~lightning_fsdp2.callbacks.model_flops`."""

@@ -22,7 +22,7 @@ _ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step on one rank."""
+    """Time of a step on one rank, in seconds."""
 
     compute: float
     """Seconds of all operations except collectives, one after the other."""
@@ -83,7 +83,7 @@ def get_seconds(operation: Operation, device: Device, *, as_reached: bool = Fals
 
 
 def _get_share(operation: Operation, device: Device) -> float:
-    """Return the share of the peak that the products of an operation reach."""
+    """Return the share of the peak that the matrix products of an operation reach."""
     if (attention := operation.attention) is None:
         return device.rates.products
     reached = device.rates.get_attention(
@@ -92,7 +92,7 @@ def _get_share(operation: Operation, device: Device) -> float:
         is_causal=attention.is_causal,
         is_backward=attention.is_backward,
     )
-    return reached / _get_peak(device, torch.bfloat16)  # the published rates are for 16 bits
+    return reached / _get_peak(device, torch.bfloat16)  # the published rates are for 16-bit dtypes
 
 
 @cache

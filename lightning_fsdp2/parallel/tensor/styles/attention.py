@@ -14,7 +14,7 @@ from lightning_fsdp2.ranks.collectives import copy_last_to_ranks, get_shard_rang
 
 @dataclass(unsafe_hash=True)
 class LocalHeads(Style):
-    """An attention module that reads its number of heads from attributes. Each rank computes some of the heads."""
+    """Style of an attention module that reads its number of heads. Each rank computes some of the heads."""
 
     attributes: tuple[str, ...] = ()
     """Names of the module's integer attributes to divide by the number of ranks."""
@@ -61,7 +61,7 @@ class LocalHeads(Style):
 
 @dataclass(unsafe_hash=True)
 class PerHeadModules(Style):
-    """A module with a ``ModuleList`` of one module per head: each rank uses the modules of its own heads.
+    """Style of a module with a ``ModuleList`` of one module per head. Each rank uses the modules of its own heads.
 
     ``attribute`` is the name of the list.
     """
@@ -83,7 +83,7 @@ class PerHeadModules(Style):
 
 @dataclass(unsafe_hash=True)
 class LatentKeyValue(Style):
-    """The projection of multi-head latent attention that computes the latent and the rotary part of the keys.
+    """Style of the projection in multi-head latent attention that computes the latent and the rotary part of the keys.
 
     The projection is replicated. The latent part goes through a column-wise projection. The rotary part goes straight
     to each rank's heads, so its gradient must be summed over the ranks.

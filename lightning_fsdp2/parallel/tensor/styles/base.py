@@ -23,7 +23,7 @@ from lightning_fsdp2.parallel.tensor.scopes import Scope
 
 
 class Style(ParallelStyle):
-    """One way to run a module on several tensor parallel ranks."""
+    """Base class of tensor parallel styles. A style is a way to run a module on several tensor parallel ranks."""
 
     is_boundary: ClassVar[bool] = False
     """Whether the module turns values that all ranks share into values that differ by rank, or the reverse."""
@@ -76,7 +76,7 @@ class Style(ParallelStyle):
 
 @dataclass(unsafe_hash=True)
 class Replicated(Style):
-    """A module that is whole on every rank.
+    """Style of a module that is whole on every rank.
 
     With ``on_shards``, the module works on the rank's own heads or features, as the q and k norms of Qwen3 do. The
     gradient of each rank is then a summand of the whole gradient.
@@ -90,7 +90,7 @@ class Replicated(Style):
 
 @dataclass(unsafe_hash=True)
 class ShardParameter(Style):
-    """Style of a plan entry that names a parameter and shards one of the parameter's dims."""
+    """Style for a parameter that a tensor parallel plan names directly: one dim of the parameter is sharded."""
 
     dim: int = 0
     sections: int | None = None
@@ -104,7 +104,7 @@ class ShardParameter(Style):
 
 @dataclass(unsafe_hash=True)
 class SummedParameter(Style):
-    """Style of a plan entry that names a parameter, in a module whose result is summed over the ranks."""
+    """Style for a parameter that a plan names directly, in a module whose result is summed over the ranks."""
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
         return Layout(is_summed=True, is_partial=True)

@@ -16,7 +16,7 @@ from lightning_fsdp2.ranks.collectives import gather_shards, get_shard_range
 
 @dataclass(unsafe_hash=True)
 class VocabularyEmbedding(Style):
-    """An embedding whose tokens are sharded over the ranks."""
+    """Style of an embedding that is sharded over the vocabulary: each rank holds the vectors of some tokens."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
@@ -48,7 +48,7 @@ class VocabularyEmbedding(Style):
 
 @dataclass(unsafe_hash=True)
 class FeatureEmbedding(Style):
-    """An embedding whose features are sharded over the ranks: each rank holds some features of every token."""
+    """Style of an embedding that is sharded over features: each rank holds some features of every token."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)

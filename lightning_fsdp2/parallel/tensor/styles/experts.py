@@ -13,7 +13,7 @@ from lightning_fsdp2.parallel.tensor.styles.base import Style
 
 @dataclass(unsafe_hash=True)
 class SummedResult(Style):
-    """A module with sharded parameters in which each rank computes a summand of the result.
+    """Style of a module with sharded parameters, in which each rank computes a summand of the result.
 
     This is mainly for the experts of a mixture. Each expert is sharded, so every rank computes a summand for every
     token. Separate entries shard the parameters (``layers.*.mlp.experts.gate_up_proj``).
@@ -40,7 +40,7 @@ class SummedResult(Style):
 
 @dataclass(unsafe_hash=True)
 class IdentityExpert(Style):
-    """An expert that returns its input. Each rank returns an equal share, since results are summed over the ranks."""
+    """Style of an expert that returns its input. Each rank returns an equal share, since the results are summed."""
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return forward(args[0] / scope.group.size(), *args[1:], **kwargs)

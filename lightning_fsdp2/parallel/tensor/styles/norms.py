@@ -16,7 +16,7 @@ from lightning_fsdp2.ranks.collectives import sum_over_ranks
 
 @dataclass(unsafe_hash=True)
 class ShardedNorm(Style):
-    """An RMS norm over a dim that is sharded, such as OLMo2's norms over all heads.
+    """Style of an RMS norm over a sharded dim, such as the norms over all heads in OLMo2.
 
     The module's own forward runs on the rank's features. Its result is then corrected by the ratio of the rank's root
     mean square to that of all features, so any weight convention (``w`` or ``1 + w``) works.

@@ -21,7 +21,7 @@ _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
 
 @dataclass(unsafe_hash=True)
 class ColumnWise(Style):
-    """A projection whose outputs are sharded: each rank computes its heads, intermediate features or tokens."""
+    """Style of a projection whose outputs are sharded: each rank computes some heads, features or logits."""
 
     is_boundary: ClassVar[bool] = True
 
@@ -74,7 +74,7 @@ class ColumnWise(Style):
 
 @dataclass(unsafe_hash=True)
 class VocabularyHead(ColumnWise):
-    """A head whose logits stay sharded over the vocabulary, as a DTensor with that placement.
+    """Style of a head whose logits stay sharded over the vocabulary, in a DTensor.
 
     In a forward without gradients, the logits of a single position are gathered: ``generate`` wants them whole.
     """
@@ -102,7 +102,7 @@ class VocabularyHead(ColumnWise):
 
 @dataclass(unsafe_hash=True)
 class RowWise(Style):
-    """A projection whose inputs are sharded: the ranks' results are added up."""
+    """Style of a projection whose inputs are sharded. The results of all ranks are added up."""
 
     is_boundary: ClassVar[bool] = True
 
