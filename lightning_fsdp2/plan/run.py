@@ -61,7 +61,7 @@ _ALIKE = "All ranks hold the same amount, so only rank 0 is shown."
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search."""
+    """The result of a search for the fastest layout."""
 
     search: Search
     plan: Plan | None

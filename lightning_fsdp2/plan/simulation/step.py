@@ -1,8 +1,8 @@
-"""Simulation of a training step on one of any number of ranks, without devices, other ranks, or values.
+"""Simulation of a training step on one rank of a mesh, without devices, without other ranks and without values.
 
 The Trainer's own loop runs the strategy's own step on a module that the recipe has sharded. Only the process group and
-the tensors are replaced. The process group is torch's fake one, whose collectives return at once. The tensors are fake,
-with shapes and dtypes but no memory.
+the tensors are replaced. The collectives of torch's fake process group return at once. Fake tensors have shapes and
+dtypes, but no memory.
 """
 
 import traceback

@@ -16,7 +16,7 @@ class SummedResult(Style):
     """Style of a module with sharded parameters, in which each rank computes a summand of the result.
 
     This is mainly for the experts of a mixture. Each expert is sharded, so every rank computes a summand for every
-    token. Separate entries shard the parameters (``layers.*.mlp.experts.gate_up_proj``).
+    token. The plan has separate entries for the parameters, such as ``layers.*.mlp.experts.gate_up_proj``.
     """
 
     is_boundary: ClassVar[bool] = True
