@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Strategy, TextDataModule
-from lightning_fsdp2.checkpoint import directory as distributed
+from lightning_fsdp2.checkpoint.formats import directory as distributed
 from lightning_fsdp2.strategies.parts.resumption import Resumption
 
 STEPS = 8

@@ -15,9 +15,9 @@ from helpers.ranks import RankError, run_ranks
 from torch import nn
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
-from lightning_fsdp2.checkpoint import directory as distributed
 from lightning_fsdp2.checkpoint.files import drafts as folder
 from lightning_fsdp2.checkpoint.files import storage
+from lightning_fsdp2.checkpoint.formats import directory as distributed
 from lightning_fsdp2.checkpoint.formats.single_file import write_file
 
 
