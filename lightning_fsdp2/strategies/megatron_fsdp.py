@@ -139,7 +139,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             with self.surround_backward():
-                pass  # an empty backward: the optimizer steps with the gradients of the earlier micro-batches
+                pass  # without a backward, the optimizer still needs the gradients of the earlier micro-batches
         # hooks may read parameters, but Megatron-FSDP may have freed the gathered parameters after the forward
         self.release_parameters()
         return output

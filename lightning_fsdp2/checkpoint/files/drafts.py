@@ -270,7 +270,7 @@ def _get_reason(error: OSError) -> str:
 
 def _remove_from_store(path: UPath) -> None:
     if (path / SUMMARY_FILE).exists():
-        (path / SUMMARY_FILE).unlink()  # remove this first, so that an incomplete rest is no checkpoint
+        (path / SUMMARY_FILE).unlink()  # remove it first, so that the other files no longer form a checkpoint
     if path.exists():
         path.fs.rm(path.path, recursive=True)
 

@@ -369,7 +369,7 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
 
 
 def _get_size(tensors: dict[str, Any]) -> int:
-    """Return the number of bytes that this rank writes. A tensor that several ranks hold counts in part on each."""
+    """Estimate the bytes that this rank writes. The size of a replicated tensor is divided by its number of replicas."""
     size = 0
 
     def add(tensor: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Evaluation:
         """
         own = torch.tensor(batches, dtype=torch.float64)
         missing = (self._world.find_maximum(batches) - own).nan_to_num(posinf=0.0)
-        # map the step after which a data loader of this rank ends to the number of steps that other ranks still make
+        # for the last step of each data loader of this rank, the number of further steps of the other ranks
         self._missing = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
         self._predictions = 0
 
