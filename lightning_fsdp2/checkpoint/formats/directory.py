@@ -369,7 +369,7 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
 
 
 def _get_size(tensors: dict[str, Any]) -> int:
-    """Estimate the bytes that this rank writes. The size of a replicated tensor is divided by its number of replicas."""
+    """Return roughly how many bytes this rank writes. Replicas of a tensor share its size equally."""
     size = 0
 
     def add(tensor: Tensor) -> Tensor:
