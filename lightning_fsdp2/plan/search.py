@@ -173,7 +173,7 @@ def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterato
 
 
 def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
-    """Return the layout to try after this one; None if there is none.
+    """Return the layout to try after ``layout``; None if no layout is left to try.
 
     If the layout fits, the next one has a larger micro-batch, since recomputation would only cost time. If the layout
     does not fit, the next one recomputes more, since a larger micro-batch would not fit either.

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def write_tables(description: Description, file: TextIO) -> None:
-    """Write the tables of units and of parameters, as wide as the terminal, or 100 columns wide."""
+    """Write the tables of units and of parameters, in the width of the terminal, or in 100 columns without one."""
     console = make_console(file)
     prefix = _get_common_prefix(description)
     units = [_remove_prefix(unit, prefix) for unit in description.units]

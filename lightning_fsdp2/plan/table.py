@@ -28,7 +28,7 @@ def describe(plan: Plan) -> str:
 
 
 def write_plan(plan: Plan, file: TextIO) -> None:
-    """Write the tables of a plan, as wide as the terminal, or 100 columns wide."""
+    """Write the tables of a plan, in the width of the terminal, or in 100 columns without one."""
     console = make_console(file)
     console.print(_build_summary(plan), "")
     console.print(_build_placement_table(plan), "")

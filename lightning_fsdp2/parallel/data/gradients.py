@@ -206,7 +206,7 @@ def _check_distributed(parameters: list[Tensor]) -> None:
 
 
 def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:
-    """Return the process groups over which the elements of ``gradient`` are spread, and those that hold copies."""
+    """Return the process groups whose ranks hold different parts of ``gradient``, and the groups that hold copies."""
     if not isinstance(gradient, DTensor):
         return (), ()
     mesh = gradient.device_mesh

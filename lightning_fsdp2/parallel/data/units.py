@@ -214,9 +214,9 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """Return ``module``, or the modules inside it if it has no forward, since nothing would gather its weights.
+    """Return ``module`` in a list, or if it has no forward that would gather its weights, the modules inside it.
 
-    Parameters that a module without forward holds directly belong to its parent's unit: the parent's forward uses them.
+    If a module without forward holds parameters itself, they belong to the unit of its parent, which uses them.
     """
     if not has_forward(module):
         return [top for child in module.children() for top in _expand_containers(child)]
