@@ -2,8 +2,8 @@
 
 The parts are found by their structure, so the names of attributes, wrappers and subclasses do not matter. A recipe
 searches once, before the first pass, and gives every pass the same :class:`ModelStructure`. Passes change parameters,
-methods and classes, but leave the modules where they are. The recipe therefore keeps the structure on the module, where
-later code finds it with :func:`get_structure`.
+methods and classes, but leave the modules where they are. After the recipe, code searches again, because the user may
+have removed or replaced a module in the meantime.
 """
 
 import re
