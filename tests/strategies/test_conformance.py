@@ -1179,7 +1179,9 @@ def test_bind_device_id_gives_the_process_group_the_device_of_the_rank(
 def test_bind_device_id_is_refused_where_there_is_nothing_to_bind_to(kind: Kind) -> None:
     def run() -> None:
         trainer = kind.make_trainer({"bind_device_id": True})
-        with pytest.raises(ValueError, match=r"config\.bind_device_id=True .* has the device cpu with the backend 'gloo'; leave"):
+        with pytest.raises(
+            ValueError, match=r"config\.bind_device_id=True .* has the device cpu with the backend 'gloo'; leave"
+        ):
             trainer.fit(Regressor(), DataLoader(make_batches(2), batch_size=None))
         assert not dist.is_initialized()
 

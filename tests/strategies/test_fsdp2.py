@@ -83,7 +83,9 @@ def test_a_process_group_of_another_backend_is_refused() -> None:
     def run() -> None:
         loader = make_loader(make_batches(4))
         for backend in ("nccl", "cpu:mpi"):
-            with pytest.raises(ValueError, match=f"config.backend='{backend}', but .* with the backend 'cpu:gloo,cuda:gloo'"):
+            with pytest.raises(
+                ValueError, match=f"config.backend='{backend}', but .* with the backend 'cpu:gloo,cuda:gloo'"
+            ):
                 make_trainer(FSDP2Strategy(config=FSDP2Config(backend=backend))).fit(Regressor(), loader)
         for backend in ("gloo", "cpu:gloo"):
             make_trainer(FSDP2Strategy(config=FSDP2Config(backend=backend))).fit(Regressor(), loader)
