@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.modules.structure import find_structure, get_class, get_class_name
+from lightning_fsdp2.modules.structure import get_class, get_class_name, get_hf_models
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -89,7 +89,7 @@ def _count_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def _describe_model(module: Any) -> dict[str, Any]:
-    models: list[Any] = [parts.module for parts in find_structure(module).models]
+    models: list[Any] = get_hf_models(module)
     kind = get_class(module)
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",

@@ -27,7 +27,7 @@ from lightning_fsdp2.models.hugging_face import (
 )
 from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
-from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.modules.structure import get_hf_models
 from lightning_fsdp2.parallel.context.apply import get_optional_sharding, shard_sequence, sum_over_positions
 from lightning_fsdp2.parallel.data.gradients import get_total_norm
 from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_documents
@@ -266,7 +266,7 @@ class CausalLM(LightningModule):
         if length not in self._checked_lengths:
             self._checked_lengths.add(length)
             check_length(self.hf_config, length, f"A batch of {length} tokens", restarts="position_ids" in batch)
-            check_names(find_structure(self).models[0].module, batch.keys())
+            check_names(get_hf_models(self)[0], batch.keys())
 
     def _compute_logits(self, **inputs: Tensor) -> Tensor:
         with self._treat_documents(inputs):

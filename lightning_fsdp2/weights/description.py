@@ -18,7 +18,6 @@ from torch import nn
 from lightning_fsdp2.compat.transformers import build_from_config, set_weight_conversions
 from lightning_fsdp2.modules.structure import (
     find_peft_models,
-    find_structure,
     get_class_name,
     get_hf_models,
     is_hf_model,
@@ -52,7 +51,7 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
-        for model in (parts.module for parts in find_structure(module).models)
+        for model in get_hf_models(module)
     ]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_fsdp2.compat.torch import TorchDispatchMode
 from lightning_fsdp2.compat.transformers import get_initializer
-from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.modules.structure import find_hf_models
 from lightning_fsdp2.ranks.failures import describe_ranks
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 from lightning_fsdp2.weights.adapters import check_can_initialize as check_adapters_can_initialize
@@ -63,7 +63,7 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
     check_adapters_can_initialize(model)
     fresh = allocate(model, device)
     with random_numbers_of_one_process(device, device_mesh):
-        _initialize(model, fresh, set(find_structure(model).hf_models))
+        _initialize(model, fresh, set(find_hf_models(model)))
         initialize_adapters(model, fresh.is_allocated)
 
 
@@ -267,7 +267,7 @@ def _gather(values: dict[int, Any], groups: list[dist.ProcessGroup]) -> dict[int
 
 
 def _check_can_initialize(model: nn.Module) -> None:
-    inside_hf = {module for hf_model in find_structure(model).hf_models for module in hf_model.modules()}
+    inside_hf = {module for hf_model in find_hf_models(model) for module in hf_model.modules()}
     stuck = [
         f"{name or 'the root'} ({type(module).__name__})"
         for name, module in model.named_modules()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.modules.structure import get_hf_models, get_layer_lists
 from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user
 from lightning_fsdp2.ranks.failures import describe_ranks
 
@@ -33,13 +33,12 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
         units: Modules of ``root`` whose weights are gathered when they are called.
         group: Process group of all ranks, on the host.
     """
-    structure = find_structure(root)
-    lists = structure.layer_lists
-    inside = {root, *(module for block in structure.layers for module in block.modules())}
+    lists = get_layer_lists(root)
+    inside = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
     # a list of layers is entered with its first layer
     entered = ({*units} - inside) | {blocks[0] for blocks in lists}
     parts = [module for module in root.modules() if module in entered]
-    models = {module for parts in structure.models for module in parts.module.modules()}
+    models = {module for model in get_hf_models(root) for module in model.modules()}
     has_choice = len(lists) > 1 or (models and not entered <= models)
     if not has_choice or dist.get_backend(group) == "fake":
         return
