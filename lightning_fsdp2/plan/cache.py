@@ -38,19 +38,19 @@ class Cache:
             is_writable = False
         if not is_writable:
             raise ValueError(
-                f"cache_dir={str(folder)!r} cannot be written to; name another folder, or None (null) to keep nothing."
+                f"cache_dir={str(folder)!r} cannot be written to; name another folder, or None (null) for no cache."
             )
 
     def get(self, knobs: Knobs) -> Summary | str | None:
-        """Return the summary of a layout, or the reason why the layout was refused; None if neither is in the cache."""
+        """Return the cached summary of a layout, or the cached reason for its refusal; None if nothing is cached."""
         path = self._get_path(knobs)
         try:
             return pickle.loads(path.read_bytes()) if path.exists() else None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
-            return None  # a damaged file counts as missing, so it will be written again
+            return None  # treat a damaged file as missing, so that the search writes it again
 
     def put(self, knobs: Knobs, result: Summary | str) -> None:
-        """Store the result of a layout in a file, which other processes see only when it is complete."""
+        """Store the result of a layout in a file. Other processes see the file only once it is complete."""
         path = self._get_path(knobs)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(result))
@@ -61,10 +61,11 @@ class Cache:
 
 
 def get_run_fingerprint(run: Run) -> str:
-    """Return a text that changes whenever the model, the batch, the Trainer's options or the code changes.
+    """Return a text that identifies a run. It changes whenever the model, the batch, an option or the code changes.
 
-    The code is every Python file that is loaded when the model is built, including the run's own files and torch's.
-    This function builds the model, which changes ``run``.
+    The options are those of the Trainer and the strategy. The code is every Python file that has been loaded once the
+    model is built, including the user's own files and those of torch. This function builds the model in ``run``, so
+    call it in a separate process.
     """
     trainer, batch = run.trainer, run.batch
     shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)
@@ -81,7 +82,7 @@ def get_run_fingerprint(run: Run) -> str:
 
 
 def _iterate_code() -> Iterator[tuple[str, int, int]]:
-    """Yield the names of loaded modules, with the modification times and the sizes of their files."""
+    """Yield the name of each loaded Python module, with the modification time and the size of its file."""
     for name, module in [*sys.modules.items()]:
         path = getattr(module, "__file__", None)
         if path is not None and os.path.exists(path):

@@ -1,4 +1,4 @@
-"""Settings that a plan may vary without changing what is trained, such as parallel sizes and micro-batches."""
+"""Settings, such as parallel sizes and micro-batch sizes, that a plan may vary without changing the training."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,7 +16,7 @@ _FLAGS = ("activation_checkpointing", "sequence_parallel", "loss_parallel", "off
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """Settings of a run that plans may vary. They change gradients only by rounding."""
+    """Settings of a run that a plan may vary. A variation changes gradients only by rounding errors."""
 
     dp: int
     """Number of data parallel ranks (replicas x shards), which follows from the other sizes."""
@@ -69,7 +69,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
 
 
 def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
-    """Apply settings to the trainer and the module in place, and return ``batch`` with the batch size of ``knobs``."""
+    """Apply settings to the trainer and the module in place, and return ``batch`` resized to ``knobs.batch_size``."""
     strategy = trainer.strategy
     if isinstance(strategy.config, FSDP2Config):
         sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
@@ -88,16 +88,16 @@ def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
 
 
 def get_batch_size(batch: Any) -> int:
-    """Return the size of the first dim of the tensors of ``batch``.
+    """Return the number of samples in ``batch``: the size of the first dim, which all its tensors must share.
 
     Raises:
-        ValueError: When no tensor has a first dim, or their sizes differ.
+        ValueError: When no tensor has a first dim, or the first dims differ in size.
     """
     sizes = {tensor.size(0) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim > 0}
     if len(sizes) != 1:
         raise ValueError(
-            f"batch: the first dims of its tensors are {sorted(sizes)}, but a plan takes the number of samples from"
-            " them; give tensors of shape [samples, ...]."
+            f"batch: the first dims of its tensors are {sorted(sizes)}, but a plan needs one common size, the"
+            " number of samples; give tensors of shape [samples, ...]."
         )
     return sizes.pop()
 
@@ -109,13 +109,16 @@ def get_sequence_length(batch: Any) -> int | None:
 
 
 def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
-    """Return the settings that differ, with their values in ``after``. Leave out ``dp``, which follows from others."""
+    """Return the settings that differ between ``before`` and ``after``, with their values in ``after``.
+
+    ``dp`` is left out, because the other sizes determine it.
+    """
     names = [field.name for field in fields(Knobs) if field.name != "dp"]
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
 def describe_differences(before: Knobs, after: Knobs) -> str:
-    """Describe the settings that differ, by their names in the config and their values in ``after``."""
+    """Describe the settings that differ, by their names in the YAML and their values in ``after``."""
     names = {**_SIZES, "accumulation": "accumulate_grad_batches"}
     return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in get_differences(before, after).items())
 
@@ -130,7 +133,7 @@ def build_config(
         after: New settings of the run.
         strategy: Class path of the run's strategy.
         names_batch_size: Whether the data module has the option ``batch_size``.
-        has_global_batch: Whether the data module sets the accumulation itself.
+        has_global_batch: Whether the data module has a global batch size, from which it sets the accumulation itself.
     """
     different = get_differences(before, after)
     flags = {name: different[name] for name in _FLAGS if name in different}

@@ -1,4 +1,4 @@
-"""A picture of a :class:`~lightning_fsdp2.plan.Plan`: memory over the step, and traffic by axis."""
+"""Plot of a :class:`~lightning_fsdp2.plan.Plan`: memory over the step, and traffic by mesh axis."""
 
 import os
 from typing import Any
@@ -15,7 +15,7 @@ _PHASES = {"forward": "#ffffff", "backward": "#f2f2f2", "optimizer": "#e3e3e3"}
 
 
 def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Draw memory over the step and traffic by axis, for the rank that needs the most memory.
+    """Draw memory over the step and traffic by mesh axis, for the rank that needs the most memory.
 
     Args:
         plan: Plan to draw.
@@ -38,11 +38,11 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Check, before a plan is computed, that it can be drawn to ``path``. Raise the errors of :func:`draw_plan`."""
+    """Check, before a plan is computed, that :func:`draw_plan` can write to ``path``. Raise the same errors."""
     known = _import_figure()().canvas.get_supported_filetypes()
     if os.path.splitext(path)[1].removeprefix(".") not in known:
         names = ", ".join(f".{name}" for name in sorted(known))
-        raise ValueError(f"plot={str(path)!r}: matplotlib writes {names}; use .png or .svg.")
+        raise ValueError(f"plot={str(path)!r}: matplotlib writes only {names}; use .png or .svg.")
 
 
 def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
@@ -63,7 +63,7 @@ def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
     axes.axhline(memory, color="black", linestyle="--", linewidth=1)
     axes.set(
         xlim=(0, seconds[-1]),
-        ylim=(0, 1.15 * peak),  # the device's memory may be far above the peak, or below it
+        ylim=(0, 1.15 * peak),  # not up to the device's memory, which may be far above the peak
         xlabel=f"seconds since the start of the step, if nothing overlaps{part}",
         ylabel="GiB",
         title=f"Memory: at its peak {peak:.1f} of {memory:.1f} GiB, in the {rank.peak_at}",

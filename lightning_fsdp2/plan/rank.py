@@ -1,4 +1,4 @@
-"""Planning of a single rank of a run, by a simulation of its training step."""
+"""Planning of a single rank of a run by simulating its training step."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ from lightning_fsdp2.plan.timing.devices import Device
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """The result that the process of a simulated rank sends back."""
+    """Result that a process returns after it has simulated a rank."""
 
     plan: RankPlan
     facts: dict[str, Any]
@@ -33,7 +33,7 @@ class PlannedRank:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and the devices that it is planned for."""
+    """A run, together with the devices that it is planned for."""
 
     trainer: Any
     module: Any
@@ -55,13 +55,13 @@ class Run:
         )
 
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
-        """Simulate rank 0 with only a few repetitions of the model's layers, plus ``further`` repetitions.
+        """Simulate rank 0 with a shortened model: a few repetitions of its layers, and ``further`` more repetitions.
 
         Call this in a separate process, since it changes the trainer and the module.
 
         Returns:
-            The summary of the step, and the number of repetitions that the whole model has beyond the few. The number
-            is 0 if the model was not shortened.
+            The summary of the step, and how many repetitions the whole model has in addition to the few. That number is
+            0 if the model could not be shortened.
         """
         few, left_out = get_few(self.trainer.strategy.config), 0
         names: list[list[str]] = []
@@ -77,12 +77,12 @@ class Run:
         return summarize(simulation.recording, names), left_out
 
     def describe_model(self) -> str:
-        """Return a text that describes the module once it is built. Call this in a separate process."""
+        """Build the module, and return a text about it. Call this in a separate process, since the module changes."""
         return describe_model(self.trainer, self.module, world_size=self.world_size, num_nodes=self.nodes)
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its messages suit real runs
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide messages about real runs
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options

@@ -1,4 +1,4 @@
-"""Suggestions for a run that does not fit into memory. Each suggested change is planned first."""
+"""Suggested changes for a run that does not fit into memory. Each change is planned before it is suggested."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,9 +23,10 @@ def find_changes(
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[Change]:
-    """Plan the changes that might help, and return those that help most.
+    """Plan the changes that might reduce memory, and return those that help most.
 
-    Changes that make the run fit come first, ordered by step time. The others follow, ordered by memory.
+    Changes that make the run fit come first, ordered by step time. Changes that are not enough follow, ordered by
+    memory.
     """
     shards = isinstance(run.trainer.strategy.config, FSDP2Config)
     remedies = [other for other in _list_remedies(knobs, shards=shards, per_node=run.device.per_node) if other != knobs]
@@ -53,7 +54,7 @@ def find_changes(
 
 
 def _list_remedies(knobs: Knobs, *, shards: bool, per_node: int) -> Iterator[Knobs]:
-    """Yield settings that train the same but may need less memory, each for a different reason."""
+    """Yield variants of ``knobs`` that leave the training unchanged but may need less memory."""
     for amount in ("selective", "full"):
         yield replace(knobs, activation_checkpointing=amount)
     if knobs.loss == "full":

@@ -27,7 +27,7 @@ _OFFLOADED = (WEIGHTS, GRADIENTS, OPTIMIZER_STATES)
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Traffic of a rank in an optimizer step, by one kind of collective over one axis of the mesh."""
+    """Traffic of a rank in one optimizer step, caused by one kind of collective over one mesh axis."""
 
     kind: str
     axis: str
@@ -133,7 +133,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run on devices that need not exist."""
+    """Plan of a run, computed without the devices of the run."""
 
     model: str
     strategy: str
@@ -172,7 +172,7 @@ class Plan:
 
     @property
     def reserved(self) -> Reserved:
-        """Device memory that a process holds, on the rank that needs the most."""
+        """Range of the device memory that the process holds, on the rank that needs the most."""
         return max((rank.reserved for rank in self.ranks), key=lambda reserved: reserved.most)
 
     @property
@@ -189,22 +189,23 @@ class Plan:
     def estimate(self) -> float:
         """Estimated step time in seconds, for the slowest rank at the rates that kernels reach, without any overlap.
 
-        Overlap is left out because a collective takes multiprocessors and bandwidth from the computation beside it.
+        Overlap is not counted, because a collective takes multiprocessors and memory bandwidth from the computation
+        that runs at the same time.
         """
         return max(rank.reached.longest for rank in self.ranks)
 
     def get_utilisation(self, seconds: float) -> float | None:
         """Return the model FLOPs utilisation of a step that takes ``seconds``; None if the model's FLOPs are not known.
 
-        FLOPs are counted as in :class:`~lightning_fsdp2.callbacks.Throughput`, including the attention products that a
-        causal mask leaves out. Kernels skip these products, so the result may be above 1 for long sequences.
+        FLOPs are counted as in :class:`~lightning_fsdp2.callbacks.Throughput`. The count includes the query-key pairs
+        that a causal mask excludes. Kernels skip these pairs, so the result may be above 1 for long sequences.
         """
         if self.model_flops is None:
             return None
         return self.model_flops / seconds / self.world_size / self.peak_flops
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with sizes in bytes and times in seconds."""
+        """Return the plan as plain values for JSON, with sizes in bytes and times in seconds."""
         values = asdict(self)
         for rank, plain in zip(self.ranks, values["ranks"], strict=True):
             plain["peak_bytes"] = rank.peak_bytes
@@ -260,10 +261,11 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
 
 
 def without_offloaded(recording: Recording) -> Recording:
-    """Remove from a recording all tensors and operations that FSDP2's ``CPUOffloadPolicy`` moves to the host.
+    """Return ``recording`` without the tensors and operations that FSDP2's ``CPUOffloadPolicy`` moves to the host.
 
-    These are the weights, gradients and optimizer states, and the optimizer itself. Simulations use the CPU, the only
-    device that needs no driver. On a CPU, the recipe does not apply the policy, since shards are in host memory anyway.
+    These are the weights, gradients and optimizer states, and the optimizer's operations. Simulations use the CPU, the
+    only device that needs no driver. The recipe ignores the policy on a CPU, since shards are in host memory anyway,
+    so a recording contains these tensors and operations.
     """
     end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]
@@ -284,7 +286,7 @@ def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
 
 
 def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Collection[str]) -> list[Traffic]:
-    """Add up the collectives by kind and axis, the slowest first."""
+    """Add up the collectives by kind and axis, and sort the sums by time, slowest first."""
     calls: dict[Any, list[Operation]] = {}
     for operation in recording.operations:
         if (call := operation.collective) is not None:
@@ -307,7 +309,7 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
 
 
 def _build_timeline(recording: Recording, starts: list[float], samples: int = 500) -> list[Moment]:
-    """Divide the step into ``samples`` stretches, and return the moment of highest memory in each.
+    """Divide the step into ``samples`` intervals of equal length, and return the moment of highest memory in each.
 
     Identical micro-batches appear once.
     """

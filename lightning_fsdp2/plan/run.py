@@ -1,4 +1,4 @@
-"""Plan a run: simulate some of its ranks, and look for changes that would help if it does not fit."""
+"""Functions that plan a run, suggest changes to a run that does not fit, and search for the fastest layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,8 +86,9 @@ def plan_run(
 ) -> Plan:
     """Compute the memory, the traffic and the step time of a run without its devices.
 
-    Each planned rank is simulated in a separate process, with fake tensors and a fake process group. There the recipe
-    shards the module, and the Trainer's loop trains it for two steps. ``trainer`` and ``module`` are not changed.
+    Each planned rank is simulated in a separate process, with fake tensors and a fake process group. In that process,
+    the recipe shards the module, and the Trainer's loop trains it for two steps. The ``trainer`` and ``module`` of this
+    process are not changed.
 
     Args:
         trainer: Trainer with :class:`~lightning_fsdp2.FSDP2Strategy` or :class:`~lightning_fsdp2.DDPStrategy`. Its
@@ -100,17 +101,17 @@ def plan_run(
         world_size: Number of ranks.
         device: Device of each rank: a name in :data:`~lightning_fsdp2.plan.timing.devices.DEVICES`, or a
             :class:`~lightning_fsdp2.plan.timing.devices.Device`.
-        ranks: Ranks to plan. None for the first and the last rank, or for the first alone if all hold the same amount.
-        suggest: Whether to look for changes that would help if the run does not fit. Each of them is planned, too.
+        ranks: Ranks to plan. None for the first and the last rank, or only the first if all shards are equally large.
+        suggest: Whether to look for changes that would help if the run does not fit. Each change is planned, too.
         processes: Number of plans that are computed at once. None for one per CPU.
-        on_progress: Callback that gets the number of finished plans, and their total as far as it is known.
+        on_progress: Callback that gets the number of finished plans, and the number of plans known so far.
 
     Returns:
         The plan.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
-        TypeError: When the trainer has another strategy.
+        TypeError: When the trainer has a different strategy.
         ValueError: When the device is not known, a rank does not exist, the strategy would refuse these sizes or this
             model, there is no batch, or the step depends on the values of tensors.
     """
@@ -137,7 +138,7 @@ def search_run(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """Find the layout with the shortest step time. The samples per step and the numerics stay the same.
+    """Find the layout with the shortest step time, for the same number of samples per step and the same numerics.
 
     The search varies tensor parallel sizes within a node, context parallel sizes, replicas (one, or one per node),
     recomputation in backward, and micro-batch sizes.
@@ -145,24 +146,25 @@ def search_run(
     Args:
         trainer: See :func:`plan_run`.
         module: See :func:`plan_run`.
-        batch: See :func:`plan_run`. The number of samples per step follows from its size and the accumulation.
+        batch: See :func:`plan_run`. Its size and the accumulation determine the number of samples per step.
         datamodule: See :func:`plan_run`.
         world_size: See :func:`plan_run`.
         device: See :func:`plan_run`.
-        seconds: Time limit in seconds. No further simulation starts after that.
-        cache_dir: Folder that keeps the simulations for the next search of this run. None for no cache.
+        seconds: Time limit in seconds. After this time, no further simulation starts.
+        cache_dir: Folder that keeps the results of simulations for later searches of this run. None for no cache.
         cache_key: Text that distinguishes runs that the cache cannot tell apart. The cache already distinguishes runs
-            by the module as it is built, its optimizers, its batch, the Trainer's options and the loaded Python files.
-            It does not know other inputs, such as files that the step reads.
+            by the built module, its optimizers, its batch, the Trainer's options and the loaded Python files. The
+            cache does not know other inputs, such as files that the step reads.
         processes: Number of simulations that run at once. None for one per CPU.
-        on_progress: Callback that gets the number of finished simulations, and their total as far as it is known.
+        on_progress: Callback that gets the number of finished simulations, and the number of simulations known so far.
 
     Returns:
         The result of the search. The best layout is planned with the whole model.
 
     Raises:
         TypeError: When the strategy is not ``FSDP2Strategy``.
-        ValueError: See :func:`plan_run`; also when ``seconds`` is negative, or ``cache_dir`` cannot be written to.
+        ValueError: When :func:`plan_run` would raise it, ``seconds`` is negative, or ``cache_dir`` cannot be written
+            to.
     """
     if seconds < 0:
         raise ValueError(f"seconds={seconds} (--search_seconds) is negative; use a number >= 0.")
@@ -186,7 +188,7 @@ def search_run(
         on_progress=on_progress,
     )
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
-    # the whole model may need more memory than was extrapolated from a few of its layers
+    # check with the whole model, which may need more memory than the search extrapolated from a few layers
     planned: list[tuple[int, Plan]] = []
     for number, candidate in enumerate(found.best):
         plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
@@ -219,7 +221,7 @@ def _prepare(
 
 
 def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processes: int | None) -> Plan:
-    """Plan ``ranks``. With ``adds_last``, also plan the last rank unless all ranks hold the same amount."""
+    """Plan ``ranks``. With ``adds_last``, also plan the last rank unless all shards are equally large."""
     tasks = [partial(run.plan_rank, knobs, rank) for rank in ranks]
     planned = [rank for _, rank in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
     is_even = planned[0].is_even
@@ -240,7 +242,7 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
-    """Return a note that names the callbacks and plugins whose effect on memory and time the plan ignores."""
+    """Return a note on the callbacks and plugins in ``paths`` whose memory and time the plan does not include."""
     stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
     counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
     return [f"Not taken into account: {', '.join(counted)}."] if counted else []
@@ -265,7 +267,10 @@ def get_batch(source: "LightningDataModule | LightningModule") -> Any:
         )
     [(_, batch)] = run_in_processes([partial(_read_batch, source)])
     if batch is None:
-        raise ValueError(f"{type(source).__name__}.train_dataloader() has no batch; a plan needs the shapes of one.")
+        raise ValueError(
+            f"{type(source).__name__}.train_dataloader() yields no batch, but a plan needs the shapes of one; pass a"
+            " `batch` instead."
+        )
     return batch
 
 
@@ -294,7 +299,8 @@ def _get_nodes(world_size: int, device: Device) -> int:
     if world_size > device.per_node and world_size % device.per_node:
         raise ValueError(
             f"world_size={world_size} is not a multiple of the {device.per_node} devices of a node; use"
-            f" {world_size // device.per_node * device.per_node}, or set the number of devices (devices_per_node)."
+            f" {world_size // device.per_node * device.per_node}, or set the number of devices per node"
+            " (devices_per_node)."
         )
     return max(1, world_size // device.per_node)
 

@@ -1,7 +1,7 @@
-"""Search for the fastest layout of a run: plan the layouts that rules of thumb allow, and sort them by step time.
+"""Search for the fastest layout of a run. It plans the layouts that rules of thumb allow, and sorts them by step time.
 
-Each layout is planned from a few of its layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`). The best layout is
-then planned again with the whole model.
+The search simulates only a few of the model's layers (:mod:`~lightning_fsdp2.plan.simulation.blocks`). The best layout
+is then planned again with the whole model.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _SHORTEST_PART = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout, with the memory and the time of a step on rank 0."""
+    """Candidate layout, with the memory and the time that a step needs on rank 0."""
 
     knobs: Knobs
     peak_bytes: int
@@ -81,16 +81,16 @@ def search(
     processes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Try the layouts of a run. The number of samples per step stays the same.
+    """Try possible layouts of a run, all with the same number of samples per step.
 
     Args:
         run: Run to find a layout for.
         knobs: Current settings of the run.
         sequence_length: Number of tokens per sample. None leaves out context parallelism.
-        seconds: Time limit in seconds. No further simulation starts after that.
+        seconds: Time limit in seconds. After this time, no further simulation starts.
         cache: Cache of earlier simulations. None for no cache.
         processes: Number of simulations that run at once. None for one per CPU.
-        on_progress: Callback that gets the number of finished simulations, and their total as far as it is known.
+        on_progress: Callback that gets the number of finished simulations, and the number of simulations known so far.
     """
     options: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": on_progress}
     simulate = partial(simulate_all, run, end=time.monotonic() + seconds, **options)
@@ -99,7 +99,7 @@ def search(
     left_out = 0
     layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
     groups = itertools.groupby(layouts, key=_get_model_parallel_size)
-    # layouts that communicate the most come last, so they are the ones left out if the time runs out
+    # try layouts with the most communication last, so that these are left out if time runs out
     outcomes = itertools.chain.from_iterable(_climb(run, [*group], simulate) for _, group in groups)
     is_interrupted = False
     try:
@@ -128,7 +128,7 @@ def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate 
     """Try layouts, and then the layouts that :func:`_get_next` derives from the results.
 
     Yields:
-        For each layout, the candidate, the reason why it is refused, or None if there was no time for it.
+        For each layout, the candidate, the reason why the layout was refused, or None if there was no time to try it.
     """
     while layouts:
         following = []
@@ -147,9 +147,10 @@ def _get_model_parallel_size(layout: Knobs) -> int:
 
 
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
-    """Yield the layouts to start from: tensor parallelism within a node, and one replica in all or one per node.
+    """Yield the layouts to start from, with tensor parallelism within a node, and one replica in all or one per node.
 
-    These layouts have one sample per micro-batch and no recomputation. :func:`search` then varies both.
+    These layouts have one sample per micro-batch and no recomputation. :func:`search` then varies the micro-batch size
+    and the recomputation.
     """
     tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
     cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))
@@ -200,7 +201,7 @@ def simulate_all(
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[Knobs, Summary | str | None]]:
-    """Yield each layout with its summary, the reason why it is refused, or None if there was no time for it."""
+    """Simulate layouts. Yield each with its summary, the reason for its refusal, or None if there was no time."""
     known = {layout: result for layout in layouts if cache and (result := cache.get(layout)) is not None}
     yield from known.items()
     missing = [layout for layout in layouts if layout not in known]

@@ -1,4 +1,4 @@
-"""Tables that show how a model is sharded, with equal layers on one line."""
+"""Tables that show how a model is sharded. Identical layers share a line."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def write_tables(description: Description, file: TextIO) -> None:
-    """Write the tables of units and of parameters, in the width of the terminal, or in 100 columns without one."""
+    """Write the tables of units and of parameters to ``file``, with the width that :func:`make_console` chooses."""
     console = make_console(file)
     prefix = _get_common_prefix(description)
     units = [_remove_prefix(unit, prefix) for unit in description.units]
@@ -51,7 +51,7 @@ def _get_sharding_axes(description: Description) -> list[str]:
 
 
 def _get_common_prefix(description: Description) -> str:
-    """Return the prefix that all units and parameters share, such as ``model.base_model.model.`` with adapters."""
+    """Return the prefix that all unit and parameter names share, such as ``model.base_model.model.`` with adapters."""
     parameters = [parameter.name for unit in description.units for parameter in unit.parameters]
     modules = [name for unit in description.units for name in unit.modules if name != _ROOT]
     paths = [name.split(".")[:-1] for name in (*parameters, *modules)]
@@ -108,7 +108,7 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
     for column in ("Shape", "Dtype"):
         table.add_column(column, no_wrap=True)
     for axis in axes:
-        table.add_column(axis.replace("_", "\n"))  # short lines leave more room for names
+        table.add_column(axis.replace("_", "\n"))  # a narrow column leaves more room for names
     shows_frozen = not all(parameter.is_trained for group in groups for parameter in group[0].parameters)
     if shows_frozen:
         table.add_column("Frozen")
@@ -136,14 +136,14 @@ def build_table(name: str, *numbers: str) -> Table:
 
 
 def _get_kind(unit: UnitDescription) -> object:
-    """Return a key that is equal for units that differ only in the numbers in their names and in resharding."""
+    """Return a key to group units by. Units with equal keys differ only in resharding and in numbers in their names."""
     modules = [_NUMBER.sub("#", name) for name in unit.modules]
     parameters = [(name, _get_look(parameter)) for name, parameter, _ in _fold_parameters(unit)]
     return modules, parameters, unit.gathered_bytes
 
 
 def _fold_parameters(unit: UnitDescription) -> list[tuple[str, ParameterDescription, int]]:
-    """Group the parameters of a unit that look alike.
+    """Group the parameters of a unit that have the same properties, and the same names apart from numbers.
 
     Returns:
         For each group, its name within the unit, such as ``experts.0-7.up_proj.weight``, its first parameter, and the
@@ -172,7 +172,7 @@ def _get_unit_name(group: list[UnitDescription]) -> str:
 
 
 def _fold_names(names: Sequence[str]) -> str:
-    """Return ``layers.0-2`` for ``layers.0``, ``layers.1`` and ``layers.2``."""
+    """Merge names that differ only in numbers: ``layers.0``, ``layers.1`` and ``layers.2`` to ``layers.0-2``."""
     numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
     ranges = iter([_fold_numbers(sorted(set(column))) for column in zip(*numbers, strict=True)])
     return _NUMBER.sub(lambda match: next(ranges), names[0])
@@ -201,7 +201,7 @@ def _name_resharding(reshard_after_forward: bool | int) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """Format a number of bytes with a unit."""
+    """Format a number of bytes, such as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.1f} {unit}" if unit != "B" else f"{number} B"
@@ -210,7 +210,7 @@ def format_bytes(number: int) -> str:
 
 
 def format_count(number: int) -> str:
-    """Format a number of parameters."""
+    """Format a number of parameters, such as ``1.24 B`` for 1.24 billion."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.2f} {unit}"

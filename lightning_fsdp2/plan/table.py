@@ -28,7 +28,7 @@ def describe(plan: Plan) -> str:
 
 
 def write_plan(plan: Plan, file: TextIO) -> None:
-    """Write the tables of a plan, in the width of the terminal, or in 100 columns without one."""
+    """Write the tables of a plan to ``file``, as wide as the terminal, or 100 columns wide without a terminal."""
     console = make_console(file)
     console.print(_build_summary(plan), "")
     console.print(_build_placement_table(plan), "")
@@ -42,7 +42,7 @@ def write_plan(plan: Plan, file: TextIO) -> None:
 
 
 def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None:
-    """Write the best layouts of a search, and the numbers of layouts that do not fit, were refused or not tried."""
+    """Write the best layouts of a search, and how many layouts do not fit, were refused or were not tried."""
     console, found = make_console(file), result.search
     if found.best:
         table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")

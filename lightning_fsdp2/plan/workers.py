@@ -1,4 +1,4 @@
-"""Run simulations in forked processes, since each needs its own process group and module."""
+"""Execution of simulations in forked processes, since each simulation needs its own process group and module."""
 
 import multiprocessing
 import os
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None = None) -> Iterator[tuple[int, T]]:
-    """Run each task in a forked process, which inherits this process's objects and cannot change the originals.
+    """Run each task in a forked process, which gets copies of this process's objects.
 
     Args:
         tasks: Functions without arguments. Their results are pickled; the functions are not.
         processes: Number of tasks that run at once. None for the number of CPUs that this process may use.
 
     Yields:
-        The number of a task and its result, in the order in which tasks finish.
+        The index of each task in ``tasks``, with its result, in the order in which the tasks finish.
 
     Raises:
-        Exception: The first refusal that a task raises. The other tasks are stopped.
+        Exception: The first error that a task raises to refuse the run. The other tasks are stopped.
         RuntimeError: When a task raises another error (with its traceback), or its process was killed.
         ValueError: When ``processes`` is less than 1.
     """
@@ -66,7 +66,7 @@ def _run(task: Callable[[], Any], sender: Connection) -> None:
     except BaseException as error:
         answer = pickle.dumps((None, error if is_refusal(error) else RuntimeError(traceback.format_exc())))
     sender.send_bytes(answer)
-    os._exit(0)  # the parent runs the exit handlers
+    os._exit(0)  # skip the exit handlers, which only the parent process should run
 
 
 def _receive(receiver: Any, process: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Lightning strategies. Each calls a manager in the Trainer's stages; the manager contains the sharding code."""
+"""Lightning strategies. Each strategy calls its manager, which contains the sharding code, in the Trainer's stages."""
 
 from lightning_fsdp2.strategies.ddp import DDPStrategy
 from lightning_fsdp2.strategies.fsdp2 import FSDP2Strategy

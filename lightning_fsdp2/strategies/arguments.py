@@ -1,4 +1,4 @@
-"""Checks of the arguments that all strategies take, before a run starts."""
+"""Checks of the constructor arguments that all strategies have in common."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,7 +7,7 @@ from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 
 
 def check_arguments(strategy: str, config_class: type[DistributedConfig], **arguments: Any) -> None:
-    """Refuse strategy arguments of the wrong type, such as a dict as a config, and timeouts that are not positive.
+    """Refuse strategy arguments of the wrong type, such as a dict for the config, and timeouts that are not positive.
 
     Args:
         strategy: Name of the strategy, for error messages.

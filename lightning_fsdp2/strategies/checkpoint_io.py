@@ -32,10 +32,10 @@ from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY
 
 
 class MeshCheckpointIO(CheckpointIO):
-    """Checkpoint plugin that writes and reads checkpoints of a device mesh.
+    """Checkpoint plugin that writes and reads the checkpoints of a run on a device mesh.
 
-    Its options are in :class:`~lightning_fsdp2.CheckpointConfig`. Every rank must call every method. A subclass can be
-    passed to ``Trainer(plugins=[...])``. The strategy then calls :meth:`connect`.
+    The options are in :class:`~lightning_fsdp2.CheckpointConfig`. Every rank must call every method. Users can pass an
+    instance of a subclass to ``Trainer(plugins=[...])``, and the strategy then calls :meth:`connect` on it.
     """
 
     config: CheckpointConfig
@@ -44,7 +44,7 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # Lightning's names for checkpoints on SLURM
+        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # checkpoints that Lightning looks for on SLURM
         self._linked: list[AnyPath] = []
         self._pending: dict[AnyPath, bool] = {}
 
@@ -81,12 +81,12 @@ class MeshCheckpointIO(CheckpointIO):
         summary: dict[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Write a checkpoint; with ``async_save``, in the background unless ``wait`` is set.
+        """Write a checkpoint. With ``async_save``, write it in the background unless ``wait`` is set.
 
         Args:
             checkpoint: The Trainer's checkpoint dict, with sharded tensors.
-            path: Local path, or one in a store that fsspec supports. An existing checkpoint is replaced once the new
-                one is complete.
+            path: Path in the local file system, or in an object store that fsspec supports. An existing checkpoint is
+                replaced once the new one is complete.
             storage_options: Must be None.
             summary: Entries for ``meta.json``.
             wait: Whether to return only after the checkpoint is written.
@@ -112,11 +112,11 @@ class MeshCheckpointIO(CheckpointIO):
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
-            if states := checkpoint.get("optimizer_states"):  # keep an empty list, because Lightning reads it
+            if states := checkpoint.get("optimizer_states"):  # keep an empty list, because Lightning reads the key
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
-            bare = snapshot.with_tensors({})  # do not keep temporary tensors alive after the copy
+            bare = snapshot.with_tensors({})  # without tensors, so that temporary ones are freed after the copy
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()
@@ -137,7 +137,7 @@ class MeshCheckpointIO(CheckpointIO):
             path: Path of the checkpoint.
             model: Module whose parameters determine how the read tensors are sharded.
             with_optimizers: Whether to read optimizer states.
-            in_place: Whether to read the model's weights directly into its tensors.
+            in_place: Whether to read weights directly into the model's tensors.
             weights_only: Value that overrides the config's ``weights_only``. None keeps the config's value.
         """
         self.wait()
@@ -153,7 +153,7 @@ class MeshCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, after the save in progress if there is one.
+        """Remove a checkpoint now or, if a save is in progress, once the save has succeeded.
 
         A checkpoint is kept as long as a link in its folder points to it.
         """
@@ -168,7 +168,7 @@ class MeshCheckpointIO(CheckpointIO):
         return self._pending[target] if is_writing and target in self._pending else target.exists()
 
     def link(self, target: str | Path, link: str | Path) -> None:
-        """Make ``link`` point to the checkpoint ``target`` once it is complete. Every rank must call this."""
+        """Make ``link`` point to the checkpoint ``target`` once ``target`` is complete. Every rank must call this."""
         if os.path.abspath(target) == os.path.abspath(link):
             return
         self._pending[Path(link)] = True
@@ -182,7 +182,7 @@ class MeshCheckpointIO(CheckpointIO):
 
         Args:
             folder: Folder of a ``ModelCheckpoint`` callback.
-            last: The callback's name for its last checkpoint, possibly with fields, such as ``"{epoch}-last"``.
+            last: Name that the callback gives to its last checkpoint. It may have fields, such as ``"{epoch}-last"``.
         """
         self._linked.clear()
         name = re.sub(r"\\\{.*?\\\}", ".*", re.escape(last))
@@ -212,7 +212,7 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.wait()
 
     def settle(self) -> None:
-        """Wait for a background save without communication, because other ranks may be gone after an error."""
+        """Wait for this rank's background save without communication, since other ranks may be gone after an error."""
         if self._writer is not None:
             self._writer.settle()
 
@@ -228,7 +228,7 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.start(tensors, write)
 
     def _get_trust(self, weights_only: bool | None) -> bool:
-        """Return whether a checkpoint may hold arbitrary objects, by the call's ``weights_only`` or the config."""
+        """Return whether to unpickle arbitrary objects, according to ``weights_only`` or, if it is None, the config."""
         choice = weights_only if weights_only is not None else self.config.weights_only
         return self.config.trust_checkpoint if choice is None else not choice
 
@@ -247,13 +247,13 @@ class MeshCheckpointIO(CheckpointIO):
     def _link(self, target: Path, link: Path) -> None:
         link_checkpoint(target, link)
         for path in self._linked:
-            # An earlier run may have left its own `last.ckpt`. Lightning does not move that link to newer checkpoints.
+            # Move the `last.ckpt` of an earlier run, too: Lightning moves only the links of this run.
             for other in filter(self._is_lightnings, _get_links(path)):
                 link_checkpoint(target, other)
         self._remove_linked()
 
     def _is_lightnings(self, link: Path) -> bool:
-        """Return whether ``link`` has a name of Lightning's own links, which Lightning moves to newer checkpoints."""
+        """Return whether ``link`` is named like the links that Lightning makes and moves to newer checkpoints."""
         return any(name.fullmatch(link.name) for name in self._link_names)
 
     def _remove_linked(self) -> None:
@@ -266,12 +266,12 @@ class MeshCheckpointIO(CheckpointIO):
 def _remove(path: AnyPath) -> None:
     try:
         remove_checkpoint(path)
-    except OSError as error:  # no data is lost, so training can continue
+    except OSError as error:  # training can continue, since no data is lost
         rank_zero_warn(f"The checkpoint {str(path)!r} could not be removed: {error}")
 
 
 def _get_links(path: AnyPath) -> list[Path]:
-    """Return the symbolic links to a checkpoint in the checkpoint's own folder."""
+    """Return the symbolic links that point to a checkpoint from within the same folder."""
     if not is_local(path) or not path.exists():
         return []
     links = [entry for entry in path.parent.iterdir() if entry.is_symlink() and entry.exists()]

@@ -45,8 +45,8 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     Args:
         config: The flags of DDP.
         checkpoint: Options for writing and reading checkpoints.
-        timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
-            validates and saves.
+        timeout: Timeout of collectives, after which a hang becomes an error. This timeout applies while a run starts,
+            compiles, validates and saves.
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
@@ -181,7 +181,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
 
 def _check_manual_backward(optimizer: Optimizer, *, has_backward: bool) -> None:
-    """Refuse gradients from a plain ``loss.backward()``, because they would silently differ between the ranks."""
+    """Refuse gradients from a plain ``loss.backward()``, since such gradients would silently differ between ranks."""
     has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     if has_gradients and not has_backward:
         raise ValueError(

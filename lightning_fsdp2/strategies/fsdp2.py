@@ -45,12 +45,12 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` and
             ``tp_size`` leave over.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
-        tp_size: Number of tensor parallel ranks. Each holds a part of every layer, and all read the same batch.
+        tp_size: Number of tensor parallel ranks. They read the same batch, and each holds a part of every layer.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         config: The flags of FSDP2.
         checkpoint: Options for writing and reading checkpoints.
-        timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
-            validates and saves.
+        timeout: Timeout of collectives, after which a hang becomes an error. This timeout applies while a run starts,
+            compiles, validates and saves.
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
@@ -90,7 +90,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def setup_environment(self) -> None:
-        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)  # raises before process groups exist
+        # raise errors about the precision early, before process groups exist
+        get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
         super().setup_environment()
 
     @override
@@ -101,7 +102,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def setup_module(self) -> None:
         if self.config.patch_is_packed_sequence:
-            # the patch also covers backward, where activation checkpointing recomputes layers
+            # patch until teardown, to cover backward too, where activation checkpointing recomputes layers
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
@@ -110,7 +111,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def teardown(self) -> None:
         self._patches.close()
         if self.lightning_module is not None:
-            # context parallelism may be active even without `setup`, if loading a checkpoint failed after sharding
+            # context parallelism may be active even if `setup` was not called, because loading a checkpoint failed
             deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
@@ -137,9 +138,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if isinstance(module, FSDPModule):
             check_manual_optimization(module)
             for name in get_entrances(module):
-                if name != "forward":  # FSDP2's hooks surround only `forward`, but the Trainer calls the steps
+                if name != "forward":  # FSDP2's hooks surround only `forward`, but the Trainer calls step methods
                     register_fsdp_forward_method(module, name)
-            # make the module FSDP2's root now: otherwise a hook that first calls a submodule would make that the root
+            # make the module FSDP2's root now, since the first module that a hook calls would become the root otherwise
             initialize_root(module)
         tell_branches_apart(self.world, module, get_fsdp_modules(module))
 
@@ -155,7 +156,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # without other ranks, a step may return None and skip the last micro-batch, so gradients cannot wait for it
+        # do not defer on a single rank, where a step may return None and so skip the last micro-batch's reduction
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
@@ -165,26 +166,26 @@ def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
     for name, (default, value) in get_differences(FSDP2Config(), replace(config, mp_policy=None)).items():
         raise ValueError(
             f"FSDP2Config.{name}={value!r} has no effect on {get_class_name(module)}, because its `configure_model`"
-            f" shards the module. Leave the flag at {default!r} and implement it in `configure_model`, or leave all"
-            " sharding to the strategy."
+            f" shards the module. Leave the flag at {default!r} and implement its effect in `configure_model`, or"
+            " leave all sharding to the strategy."
         )
 
 
 def _check_only_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a module that the user made tensor parallel only, if data or context parallel ranks would hold copies."""
+    """Refuse a module that the user made only tensor parallel, if data or context parallel ranks would hold copies."""
     copies = mesh.size() // mesh["tensor_parallel"].size()
     if copies > 1:
         names = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
         raise ValueError(
             f"`configure_model` made {get_class_name(module)} tensor parallel ({', '.join(names[:3])}, ...) but did not"
-            f" shard it over the {copies} data and context parallel ranks: their gradients would differ. Also call"
+            f" shard it over the {copies} data and context parallel ranks, whose gradients would differ. Also call"
             " `fully_shard` there, on the mesh `self.device_mesh['data_parallel']`; or leave tensor parallelism to"
             " the strategy (FSDP2Config(tp_plan=...)); or set tp_size to the number of all ranks."
         )
 
 
 def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
-    """Refuse trainable parameters that the user did not shard over all ranks: their gradients would silently differ."""
+    """Refuse trainable parameters that the user did not shard over all ranks, whose gradients would silently differ."""
     loose = [
         name
         for name, parameter in module.named_parameters()

@@ -45,8 +45,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         config: The flags of Megatron-FSDP.
         checkpoint: Options for writing and reading checkpoints.
-        timeout: Timeout of collectives, after which a hang becomes an error. It applies while a run starts, compiles,
-            validates and saves.
+        timeout: Timeout of collectives, after which a hang becomes an error. This timeout applies while a run starts,
+            compiles, validates and saves.
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
@@ -94,7 +94,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @property
     def driver(self) -> Driver:
-        """The driver of the Megatron-FSDP wrapper around the LightningModule."""
+        """The driver, which controls the Megatron-FSDP wrapper around the LightningModule."""
         return get_driver(self.lightning_module)
 
     @override
@@ -133,14 +133,14 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         changed = self._trained ^ self._get_trained()
         if changed:
             raise ValueError(
-                f"{list_names(changed)}: frozen or unfrozen after Megatron-FSDP had made its buffers of the trainable"
+                f"{list_names(changed)}: frozen or unfrozen after Megatron-FSDP had allocated its buffers for trainable"
                 " parameters. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
             )
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             with self.surround_backward():
-                pass  # without a backward, the optimizer still needs the gradients of the earlier micro-batches
-        # hooks may read parameters, but Megatron-FSDP may have freed the gathered parameters after the forward
+                pass  # an empty backward completes the gradients of the earlier micro-batches
+        # restore the shards for hooks, since Megatron-FSDP may have freed the gathered parameters
         self.release_parameters()
         return output
 

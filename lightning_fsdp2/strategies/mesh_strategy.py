@@ -79,7 +79,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     Attributes:
         checkpoints: Saving and loading of checkpoints.
         resumption: Per-rank states that a checkpoint carries from one run to the next.
-        tracking: Data for the loggers besides metrics.
+        tracking: Token counts and the run's identity, for the loggers.
         batches: Preparation of the data loaders.
         steps: State of the training steps.
         evaluation: Runner of validation, test and prediction steps.
@@ -128,7 +128,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @abstractmethod
     def parallelize_module(self, module: "LightningModule") -> None:
-        """Parallelise a module with the manager. This is only called if no earlier Trainer has parallelised it."""
+        """Parallelise a module with the manager. Called only if no earlier Trainer has parallelised the module."""
 
     def make_step_region(self, timeout: timedelta) -> StepRegion:
         """Build the guard that checks the module's forwards outside of Trainer steps."""
@@ -139,7 +139,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         reshard(self.lightning_module)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Make ``step`` and ``zero_grad`` of ``optimizer`` handle weights and gradients that are stored elsewhere."""
+        """Make ``optimizer`` handle weights and gradients that the strategy stores outside of the parameters."""
 
     def surround_backward(self) -> AbstractContextManager[None]:
         """Return a context manager to run the backward pass in."""
@@ -148,7 +148,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
         """Finish the gradients before a manual optimizer step.
 
-        If the step has a closure, this runs after the closure, which may run the backward pass.
+        If the step has a closure, this method runs after the closure, since the closure may run the backward pass.
         """
         self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 
@@ -219,14 +219,14 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        log_whole_values(model)  # callbacks copy the module's `log` before `setup`
+        log_whole_values(model)  # replace `log` before `setup`, because callbacks copy it from the module earlier
 
     @override
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
-        # refuse callbacks before their own `setup` runs, because some callbacks copy the module there
+        # refuse callbacks before the Trainer calls their `setup`, in which some of them copy the module
         refuse_options(trainer, self.refused_callbacks, traces_module=not self.shards_module)
-        # check the variables here too, because a run in a notebook has no launcher that checks them
+        # check here too, since a notebook has no launcher that has already checked the variables
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)
         self.world.sizes = self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         RankLauncher.has_failed = False
@@ -241,7 +241,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.tracking.attach(trainer)
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Use ``mesh``, which must have all axes, for this run, and build the manager for it."""
+        """Make ``mesh``, which must have all axes, the device mesh of this run, and build the manager for it."""
         self.world.enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
         self._step_region = self.make_step_region(min(self.world.timeout, OUTSIDE_CALL_TIMEOUT))
@@ -255,7 +255,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.evaluation.leave_inference_mode(trainer)
         self.checkpoints.begin_stage(trainer)
         self._own_callbacks.attach(trainer)
-        with torch.inference_mode(False):  # parameters made in inference mode could not be trained by a later fit
+        with torch.inference_mode(False):  # a later fit could not train parameters made in inference mode
             self.setup_module()
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -268,7 +268,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.steps.begin_stage(self.lightning_module)
 
     def setup_module(self) -> None:
-        """Shard the module, move it to this rank's device and watch its forwards. Every stage calls this."""
+        """Shard the module, move it to this rank's device and guard its forwards. ``setup`` calls this."""
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)
@@ -276,7 +276,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self._buffers.find(self.lightning_module)
 
     def parallelize(self) -> None:
-        """Shard the LightningModule, unless it is sharded already. Loading a checkpoint and ``setup`` call this."""
+        """Shard the LightningModule, unless it is sharded already. ``load_checkpoint`` and ``setup`` call this."""
         module = self.lightning_module
         parallelisation = Parallelisation(
             self.full_device_mesh,
@@ -318,7 +318,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
         self.resumption.keep_loader_states(self.lightning_module.trainer)
-        end_signal_handling(self.lightning_module.trainer)  # a later signal has nothing left to save
+        end_signal_handling(self.lightning_module.trainer)  # after training, a signal has nothing left to save
 
     @override
     def teardown(self) -> None:
@@ -331,7 +331,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         finally:
             if has_trainer(module):
                 get_ledger(module.trainer).put_back_all()
-        # the process group is not destroyed here, because the sharded module needs it in later stages
+        # keep the process group, because the sharded module needs it in later stages
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -347,15 +347,15 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """False: Lightning loads the module's weights before :meth:`setup`, and :meth:`load_checkpoint` shards it.
+        """False: Lightning loads checkpoints before :meth:`setup`, so :meth:`load_checkpoint` first shards the module.
 
-        With True, ``Trainer._run`` (lightning 2.6.6) would ignore the user's ``trainer.fit(weights_only=)``. It would
-        also load after ``on_fit_start``, where callbacks already need their states.
+        If it were True, ``Trainer._run`` (lightning 2.6.6) would ignore the user's ``trainer.fit(weights_only=)``, and
+        would load the states of callbacks only after ``on_fit_start``, where callbacks need them.
         """
         return False
 
     @override
-    @torch.inference_mode(False)  # parameters made in inference mode could not be trained by a later fit
+    @torch.inference_mode(False)  # a later fit could not train parameters made in inference mode
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Shard the module, then read a checkpoint on all ranks; see :meth:`Checkpoints.load`."""
         self.parallelize()
@@ -395,7 +395,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, after the background save in progress if there is one."""
+        """Remove a checkpoint now or, if a background save is in progress, once the save has succeeded."""
         self.checkpoint_io.remove_checkpoint(filepath)
 
     # ------------------------------------------------------------------ batches
@@ -424,7 +424,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # this repeats the base class's code, because the step region must not cover the hooks around backward
+        # repeat the base class's code here, because the step region must cover only backward, not the hooks around it
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -436,7 +436,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        # under manual optimisation, the optimizer step finishes the gradients, since any backward may be the last one
+        # under manual optimisation, the optimizer step applies the mean, since another backward may follow this one
         if self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 

@@ -32,7 +32,8 @@ def is_parallelised(module: nn.Module, parallelisation: Parallelisation) -> bool
     """Return whether an earlier Trainer has parallelised ``module`` with the same settings.
 
     Raises:
-        ValueError: When the earlier strategy, mesh, or a flag that changes the module was different.
+        ValueError: When the strategy, the mesh, the dtype of the weights, or a flag that changes the module is
+            different from that of the earlier Trainer.
     """
     earlier: Parallelisation | None = module.__dict__.get(_ATTRIBUTE)
     if earlier is not None:
@@ -49,8 +50,8 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
     if type(earlier.config) is not type(current.config):
         old, new = type(earlier.config).__name__, type(current.config).__name__
         raise ValueError(
-            f"An earlier Trainer parallelised the module with a {old}, and it cannot be parallelised again with a"
-            f" {new}. Save a checkpoint, and load it into a new module."
+            f"An earlier Trainer parallelised the module with a {old}, and this Trainer cannot parallelise the module"
+            f" again with a {new}. Save a checkpoint, and load it into a new module."
         )
     old_mesh, mesh = earlier.device_mesh, current.device_mesh
     if (old_mesh.shape, old_mesh.device_type) != (mesh.shape, mesh.device_type):
@@ -59,9 +60,9 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
             " same sizes, or load a checkpoint into a new module."
         )
     if earlier.has_half_weights != current.has_half_weights:
-        old, new = ("bfloat16" if way.has_half_weights else "the dtype they had" for way in (earlier, current))
+        old, new = ("bfloat16" if way.has_half_weights else "their original dtype" for way in (earlier, current))
         raise ValueError(
-            f"The module was given weights of {old} by an earlier Trainer, but this Trainer asks for {new}. Use the"
+            f"An earlier Trainer prepared the module's weights in {old}, but this Trainer needs them in {new}. Use the"
             " same precision, or load a checkpoint into a new module."
         )
     for name, (old, new) in get_differences(earlier.config, current.config).items():
@@ -74,19 +75,19 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
 def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -> None:
     """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 
-    The batches of the ranks differ, and a batch may not need every part, such as the vision tower.
+    A batch may not need every part of the model, such as the vision tower, and each rank has its own batches.
     """
     if world.data_parallel_size > 1 and world.control_group is not None:
         check_branches(module, units, world.control_group)
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:
-    """Compare the flags that change a module in two configs of one class, and return those that differ."""
+    """Return the flags that differ between two configs of the same class, but only flags that change the module."""
     flags, others = _get_flags(first), _get_flags(second)
     return {
         name: (value, others[name])
         for name, value in flags.items()
-        # parallel styles in a plan compare by identity, so equal values may only have the same `repr`
+        # compare by `repr` too, because torch's parallel styles are not equal by `==` even if their settings are
         if value != others[name] and repr(value) != repr(others[name])
     }
 

@@ -64,7 +64,7 @@ class ShardedPrecision(Precision):
         """Total norm of the gradients before the last clipping by norm. [] float32."""
         self.norm_observers: list[Callable[[Tensor], None]] = []
         """Functions to call with ``gradient_norm`` after each clipping by norm, before the optimizer step."""
-        # use Lightning's plugin for bf16-true, so that tensors are created in bfloat16 as under other strategies
+        # use Lightning's own plugin for bf16-true, which creates tensors in bfloat16
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @property
@@ -116,7 +116,7 @@ class ShardedPrecision(Precision):
 
 
 def choose_precision(plugin: Precision | None, strategy: str) -> ShardedPrecision | None:
-    """Return the :class:`ShardedPrecision` to use instead of ``plugin``. None stays None.
+    """Return the :class:`ShardedPrecision` to use instead of ``plugin``, or None if ``plugin`` is None.
 
     Raises:
         ValueError: When ``plugin`` is neither Lightning's nor ours. The message names ``strategy``.
@@ -132,7 +132,7 @@ def choose_precision(plugin: Precision | None, strategy: str) -> ShardedPrecisio
 
 
 def get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
-    """Return the dtype that layers compute in under a strategy's ``config`` and the Trainer's ``precision``."""
+    """Return the dtype that layers compute in, given a strategy's ``config`` and the Trainer's ``precision``."""
     default = torch.float32 if precision.precision == "32-true" else torch.bfloat16
     policy = getattr(config, "mp_policy", None)
     return getattr(config, "autocast_dtype", None) or getattr(policy, "param_dtype", None) or default
@@ -152,8 +152,8 @@ def check_clipping(trainer: Trainer) -> None:
 def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the buffers of Hugging Face models that must stay in float32, as (module, name, buffer).
 
-    These are non-persistent buffers, such as rotary frequencies: positions far into a sequence would amplify rounding
-    errors. They are also the buffers that the model's authors keep in float32, such as a router's correction.
+    Non-persistent buffers stay in float32, since rounding errors in rotary frequencies, for example, grow with the
+    position in the sequence. So do buffers that the model's authors keep in float32, such as a router's correction.
     """
     for model in get_hf_models(module):
         yield from get_float32_buffers(model, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Base class for the strategy methods about ranks, processes and collectives. They pass calls to a :class:`World`."""
+"""Base class with a strategy's methods for ranks, processes and collectives. Most methods call a :class:`World`."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -185,5 +185,5 @@ class WorldStrategy(ParallelStrategy):
         return all_gather(tensor, group or dist.group.WORLD, sync_grads)
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start to find the largest ``number`` of all ranks, on the host. Return a function to get the result."""
+        """Begin to compute the maximum of ``number`` over all ranks. Return a function that waits for the result."""
         return self.world.start_maximum(number)

@@ -311,7 +311,7 @@ class WithoutLoss(Normalized):
         ({"processes": 0}, "processes=0 is less than 1; use >= 1"),
         ({"strategy": DDPStrategy(DDPConfig(find_unused_parameters=True))}, "find_unused_parameters=True: DDP reads"),
         ({"module": Normalized(), "batch": torch.zeros(2, 8)}, "Normalized: net.0.weight and 5 other parameters have"),
-        ({"module": WithoutLoss(), "batch": torch.zeros(2, 4)}, "WithoutLoss: there is no backward in its step"),
+        ({"module": WithoutLoss(), "batch": torch.zeros(2, 4)}, "WithoutLoss: its step runs no backward"),
         ({"world_size": 0}, "world_size=0 is not a number of ranks"),
         ({"world_size": 12}, "world_size=12 is not a multiple of the 8 devices of a node; use 8"),
         ({"ranks": [4]}, "ranks=.4.: choose from 0 to 3"),

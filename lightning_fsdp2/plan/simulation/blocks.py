@@ -1,7 +1,8 @@
-"""Plan a model from a few of its layers, since each further layer adds the same amount.
+"""Extrapolation from a few of a model's layers to the whole model, since each further layer adds the same amount.
 
-A model of many layers repeats a few kinds of blocks over and over. It is simulated twice: with a few repetitions, and
-with one more. The difference is what one repetition adds. From it follows the result for any number of repetitions.
+A model with many layers repeats a few kinds of blocks. Such a model is simulated twice: with a few repetitions, and
+with one more. The difference between the two results is the contribution of one repetition, which gives the result for
+any number of repetitions.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ _NUMBERS = ("layer_idx", "layer_id")
 
 @dataclass(frozen=True)
 class Repetition:
-    """A group of blocks that repeats until the end of a list of layers."""
+    """Group of consecutive blocks that repeats until the end of a list of layers."""
 
     first: int
     """Number of blocks before the first repetition."""
@@ -34,7 +35,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Summary:
-    """A recording without the order of its operations."""
+    """Summary of a recording: its operations without their order, and its peaks of memory."""
 
     operations: list[Operation]
     peaks: dict[str, int]
@@ -44,14 +45,15 @@ class Summary:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in use in the part of the step that needs the most."""
+        """Peak memory in bytes over all parts of the step."""
         return max(self.peaks.values())
 
 
 def get_few(config: Any) -> int:
     """Return the number of repetitions in the shorter simulation, for a config of ``FSDP2Strategy``.
 
-    At each end of the model, as many blocks as FSDP2 prefetches, and at least two, may differ from the middle blocks.
+    The blocks at each end of the model may use memory differently from the blocks in the middle. These are as many
+    blocks as FSDP2 prefetches, but at least two.
     """
     return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
@@ -59,7 +61,8 @@ def get_few(config: Any) -> int:
 def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
     """Return how the blocks of ``module`` repeat.
 
-    Return None if the module has no list of blocks or several, or if nothing repeats at least ``few + 2`` times.
+    Return None if the module does not have exactly one list of blocks, or if no group of blocks repeats at least
+    ``few + 2`` times.
     """
     structure = find_structure(module)
     if len(structure.layer_lists) != 1:
@@ -78,12 +81,12 @@ def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
 
 
 def _get_layer_types(model: Any) -> list[str]:
-    """Return the layer types, which some models keep only in their config."""
+    """Return the type of each layer of ``model``, which some models state only in their config."""
     return getattr(model.config.get_text_config(), "layer_types", None) or []
 
 
 def shorten(module: nn.Module, repetition: Repetition, times: int) -> list[list[str]]:
-    """Remove all but ``times`` repetitions, in place, and return the names of the blocks in each."""
+    """Remove all but the first ``times`` repetitions, in place, and return the names of each repetition's blocks."""
     (blocks,) = get_layer_lists(module)
     kept = blocks[: repetition.first + times * repetition.period]
     left_out = set(blocks[len(kept) :])
@@ -97,12 +100,13 @@ def shorten(module: nn.Module, repetition: Repetition, times: int) -> list[list[
 
 
 def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -> Summary:
-    """Add up equal operations, and find the peak of each part of the step.
+    """Count equal operations, and find the peak memory of each part of the step.
 
     Args:
         recording: Recording of a step.
-        repetitions: Names of the blocks in each repetition. The summary names a part of the step in such a block by
-            the block's distance from the first or the last repetition, as :func:`extrapolate` needs it.
+        repetitions: Names of the blocks of each repetition. In the summary, the parts of the step in these blocks are
+            named by their distance from the first or the last repetition. Such names fit models of any length, as
+            :func:`extrapolate` needs.
     """
     counts: Counter[Operation] = Counter()
     for operation in recording.operations:
@@ -127,7 +131,7 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
 
 
 def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the place of each block by name: its distance from the first repetition, the last repetition, or both."""
+    """Return the places of each block, by block name. A place is a distance from the first or the last repetition."""
     places = defaultdict(list)
     for end, ordered in (("first", repetitions), ("last", repetitions[::-1])):
         for number, blocks in enumerate(ordered[: len(repetitions) // 2]):
@@ -137,13 +141,14 @@ def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
-    """Extrapolate the summary ``few`` to ``steps`` more repetitions. ``more`` has one repetition more than ``few``.
+    """Extrapolate to ``steps`` more repetitions than the summary ``few`` has. ``more`` has one more than ``few``.
 
-    From one block to the next, the memory in use grows or shrinks by the same amount. So the peak is near the first or
-    the last block.
+    The memory in use grows or shrinks by the same amount from each block to the next. The peak is therefore near the
+    first or the last block.
 
-    An operation on all parameters at once has a different size in each summary. In the result, the size in ``few`` has
-    a negative count and the size in ``more`` has a positive count. The sum of both is right.
+    The result is ``few + steps * (more - few)`` for each count of operations. An operation on all parameters at once
+    has a different size in each summary. The result then counts the operation of ``few`` a negative number of times
+    and that of ``more`` a positive number of times, so that their bytes and FLOPs add up to the extrapolated amount.
     """
     counts: Counter[Operation] = Counter()
     for summary, factor in ((few, 1 - steps), (more, steps)):
@@ -158,7 +163,7 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
 
 
 def _get_kind(block: nn.Module) -> Any:
-    """Return a key that is equal for blocks with the same computation."""
+    """Return a key that is the same for all blocks with the same computation."""
     return [(name, type(inner), _get_parameters(inner), _get_marks(inner)) for name, inner in block.named_modules()]
 
 
@@ -168,6 +173,6 @@ def _get_parameters(module: nn.Module) -> list[Any]:
 
 
 def _get_marks(module: nn.Module) -> dict[str, Any]:
-    """Return plain attributes that distinguish blocks, such as the window of their attention."""
+    """Return the plain attributes that distinguish kinds of blocks, such as the size of an attention window."""
     marks = {name: value for name, value in vars(module).items() if isinstance(value, str | bool | int | float)}
     return {name: value for name, value in marks.items() if name not in _NUMBERS}

@@ -1,4 +1,4 @@
-"""Managers that give models fake weights: shapes and dtypes without values."""
+"""Managers that give models fake weights, which have shapes and dtypes but no values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from lightning_fsdp2.weights.materialize import allocate
 
 
 def replace_manager(strategy: FSDP2Strategy | DDPStrategy, mode: FakeTensorMode) -> None:
-    """Make ``strategy`` build a manager that allocates fake tensors of ``mode`` as weights."""
+    """Make ``strategy`` use a manager that allocates the weights as fake tensors of ``mode``."""
     if isinstance(strategy, FSDP2Strategy):
         strategy.manager_class = partial(_FakeFSDP2Manager, mode=mode)
     else:
@@ -27,7 +27,7 @@ def replace_manager(strategy: FSDP2Strategy | DDPStrategy, mode: FakeTensorMode)
 
 
 def get_buckets(strategy: FSDP2Strategy | DDPStrategy) -> list[Tensor]:
-    """Return the buckets in which DDP reduced gradients in the last step."""
+    """Return the buckets in which DDP reduced gradients in the last step. Under FSDP2 there are none."""
     return [*getattr(strategy.manager, "buckets", {}).values()]
 
 
@@ -45,7 +45,7 @@ class _FakeFSDP2Manager(FSDP2Manager):
 
 
 class _FakeDDPManager(DDPManager):
-    """DDP manager with fake weights. It adds what torch's reducer lacks with fake tensors and a fake process group."""
+    """DDP manager with fake weights. It makes torch's reducer work with fake tensors and a fake process group."""
 
     def __init__(self, config: DDPConfig, device_mesh: DeviceMesh, *, mode: FakeTensorMode) -> None:
         if config.find_unused_parameters:
@@ -53,7 +53,7 @@ class _FakeDDPManager(DDPManager):
                 "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, but a plan"
                 " has no values; plan the run without this option."
             )
-        # a static graph also makes DDP read values, but changes neither traffic nor memory
+        # static_graph would make DDP read values too, and does not affect traffic or memory
         super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
         self.buckets: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ class _FakeDDPManager(DDPManager):
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
-        # the reducer's own all-reduce waits for a result, which the fake process group does not give
+        # the reducer's own all-reduce would wait for a result that the fake process group never gives
         hook = super().get_optional_hook(parameters) or _all_reduce
 
         def observe(
@@ -77,7 +77,7 @@ class _FakeDDPManager(DDPManager):
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[Tensor]:
             buffer = bucket.buffer()
-            # a bucket that `_Reducer` has rebuilt has values; operations use the mode's fake tensor in its place
+            # buckets from `_Reducer` are real tensors: record the fake tensors that operations use in their place
             self.buckets[bucket.index()] = buffer if self._mode.is_our_fake(buffer) else self._mode.from_tensor(buffer)
             return cast(torch.futures.Future[Tensor], hook(group, bucket))
 
@@ -85,7 +85,7 @@ class _FakeDDPManager(DDPManager):
 
 
 class _Reducer:
-    """Wrapper of torch's reducer that rebuilds buckets with values, because tensors store the order of gradients."""
+    """Wrapper of torch's reducer. It rebuilds buckets with real tensors, since the new order is stored in tensors."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -1,4 +1,4 @@
-"""Formulas for the FLOPs of torch operations that torch's own counter does not know."""
+"""FLOP counts of torch operations, including operations that torch's own counter does not know."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ from lightning_fsdp2.parallel.context import segment_attention  # noqa: F401  ma
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
     """Return the function that counts the FLOPs of a torch operation; None for an operation without FLOPs.
 
-    ``torch.utils.flop_counter`` lacks the fused attention of CPUs and the grouped products of experts (2.11 to 2.15).
-    Only half of causal attention is counted, since kernels skip the masked half.
+    ``torch.utils.flop_counter`` does not know the CPU's fused attention and the grouped products of experts (torch 2.11
+    to 2.15). For causal attention, only half of the FLOPs are counted, since kernels skip the masked half.
     """
     formulas: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
@@ -30,8 +30,8 @@ def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
 def _count_grouped_products(first: Tensor, second: Tensor, *args: Any, out_val: Tensor, **options: Any) -> int:
     """Count the FLOPs of grouped matrix products, such as those of experts.
 
-    Each row of ``first`` is multiplied by the matrix of its group. If both tensors are matrices, the groups are along
-    the inner dim.
+    Each row of ``first`` is multiplied by the matrix of its group. If both tensors are matrices, the groups divide the
+    inner dim instead.
     """
     if first.ndim == second.ndim == 2:
         return 2 * first.size(0) * first.size(1) * second.size(1)
@@ -61,9 +61,9 @@ def _count_attention_backward(
 
 
 def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any) -> int:
-    """Count the FLOPs of two products: queries with keys, and the result with values.
+    """Count the FLOPs of segment attention: products of queries and keys, and of attention weights and values.
 
-    The last of ``segments`` is the number of query-key pairs.
+    The last argument in ``segments`` is the number of query-key pairs.
     """
     return 2 * segments[-1] * query.size(1) * (query.size(-1) + value.size(-1))
 
@@ -71,10 +71,13 @@ def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, *
 def _count_segments_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any
 ) -> int:
-    """Count the FLOPs of backward, which repeats the first product and has two products for each product of forward."""
+    """Count the FLOPs of the backward of segment attention.
+
+    Backward repeats the first of forward's two products, and needs two products for the gradients of each of them.
+    """
     return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
 
 
 def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Return the shape of keys or values, repeated for the query heads that share them, as torch 2.11 requires."""
+    """Return the shape of keys or values as if each query head had its own, as torch 2.11's counter requires."""
     return (*query.shape[:2], *tensor.shape[2:])

@@ -1,4 +1,4 @@
-"""Construction of a run's model on the meta device, as on one of any number of ranks."""
+"""Construction of a run's model on the meta device, as one of any number of simulated ranks would build it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ _BATCHES = 10**6
 def build_model(
     trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int, rank: int = 0
 ) -> Iterator[DeviceMesh]:
-    """Build the model of ``module`` as ``Trainer.fit`` would, and run the block as one of ``world_size`` ranks.
+    """Build the model of ``module`` as ``Trainer.fit`` does, and run the ``with`` block as one of ``world_size`` ranks.
 
     The module's hooks ``setup`` and ``configure_model`` are called on the meta device. Nothing is sharded, and no
-    weights are made. Neither the trainer nor the module can be used after the block.
+    weights are allocated. Neither the trainer nor the module can be used after the block.
 
     Args:
         trainer: Trainer with one of this package's strategies. Its devices are ignored.
@@ -68,7 +68,8 @@ def _connect(trainer: Any, module: Any) -> None:
 def _call_hooks(trainer: Any) -> None:
     """Call the hooks in which a module builds its model.
 
-    Lightning's own call of ``configure_model`` would enter the strategy's device, which may not be the meta device.
+    Lightning's own way to call ``configure_model`` is not used, since it would make the strategy's device the default
+    instead of the meta device.
     """
     precision = trainer.strategy.precision_plugin
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Recorder of the memory, the communication and the computation of a training step, as torch's dispatcher sees them.
+"""Recorder of the allocations, collectives and computations of a training step, as torch's dispatcher sees them.
 
 Nothing is measured: the tensors may be fake, with shapes but no values, and the ranks of the collectives need not
 exist.
@@ -113,17 +113,17 @@ parallelism, ``dp_shard`` and ``dp_shard_cp`` have the same ranks, for example."
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks that communicate."""
+    """Group of ranks that communicate with each other."""
 
     axes: tuple[str, ...]
     """Axes of the mesh's views that consist of these ranks; empty for a group outside of the mesh."""
 
-    ranks: tuple[int, ...] = field(hash=False)  # there may be many, and `axes` is enough for a hash
+    ranks: tuple[int, ...] = field(hash=False)  # a hash of many ranks is slow, and `axes` is enough
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of a collective operation."""
+    """One call of a collective operation."""
 
     kind: str
     """Name: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's
@@ -176,7 +176,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage of tensors. Its category may become known late, so the category is read at the end of the step."""
+    """Storage of one or more tensors. Its category may become known late, so it is read at the end of the step."""
 
     phase: str
     """Phase in which the storage was allocated."""
@@ -187,12 +187,12 @@ class Allocation:
 
     @property
     def category(self) -> str:
-        """Category of the storage. A storage of the vocabulary's size holds logits unless another category is known."""
+        """Category of the storage. Temporaries and activations with a last dim of the vocabulary's size are logits."""
         return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
 
 
 class MemoryChange(NamedTuple):
-    """A change of a storage: it was allocated, freed or resized."""
+    """Change of a storage's size because the storage was allocated, freed or resized."""
 
     moment: int
     """Number of operations that came before."""
@@ -207,7 +207,7 @@ class MemoryChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording of a step. A moment is the number of operations that came before it."""
+    """Recording of a step. A moment in the step is the number of operations that came before it."""
 
     operations: list[Operation]
     changes: list[MemoryChange]
@@ -220,7 +220,7 @@ class Recording:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Collectives in the order of their calls. Those of identical micro-batches appear once."""
+        """Collectives in the order of their calls. The collectives of identical micro-batches appear once."""
         return [operation.collective for operation in self.operations if operation.collective is not None]
 
     @property
@@ -232,17 +232,19 @@ class Recording:
 class StepRecorder(TorchDispatchMode):
     """Dispatch mode that records every operation, every change in the size of a storage, and each storage's category.
 
-    FSDP2's tensors are recognized by its own operations: those that copy in, gather, copy out, and reduce. Logits, and
-    what the loss computes from them, are recognized by a last dim of the vocabulary's size. Of all other tensors,
-    activations are those made in forward that are alive when backward begins. They include the step's inputs and the
-    model's buffers. All remaining tensors are temporaries, including recomputed ones. Tensors that tensor parallelism
-    gathers or reduces are activations or temporaries. Workspace that an operation allocates internally is not recorded.
+    FSDP2's unsharded weights, unsharded gradients and communication buffers are recognized by FSDP2's own operations on
+    them. Logits, and tensors that the loss computes from logits, are recognized by a last dim of the vocabulary's size.
+    Activations are the step's inputs, the model's buffers, and all other tensors from forward that are still alive when
+    backward begins. All remaining tensors are temporaries, including recomputed activations. Tensors that tensor
+    parallelism gathers or reduces are activations or temporaries. Workspace that an operation allocates internally is
+    not recorded.
 
-    torch's own ``FSDPMemTracker`` follows FSDP2's hooks, does not record logits or traffic, and needs an earlier step.
+    torch's own ``FSDPMemTracker`` is not used: it relies on FSDP2's hooks, records neither logits nor traffic, and
+    needs an earlier step.
 
     Args:
-        groups: Groups of ranks, by torch's names of their process groups.
-        vocabulary: Sizes of the vocabulary, or of this rank's part of it.
+        groups: Groups of ranks, by the names that torch gives to their process groups.
+        vocabulary: Sizes of the vocabularies, and of this rank's parts of them.
     """
 
     def __init__(self, groups: Mapping[str, Group], vocabulary: Collection[int] = ()) -> None:
@@ -269,12 +271,12 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor: the operation comes again with its local tensors
+            return NotImplemented  # on a DTensor: torch calls the operation again on the local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = _get_tensors(result)
         if results and results[0].device.type == "meta":
-            return result  # DTensor asks what an operation would return
+            return result  # on meta tensors: DTensor only asks for the shape of the result
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
         for tensor in results:
             allocation = self._observe(tensor.untyped_storage())
@@ -314,7 +316,7 @@ class StepRecorder(TorchDispatchMode):
             _set_category(self._observe(local.untyped_storage()), category)
 
     def label_rest(self, category: str, *, phase: str) -> None:
-        """Set the category of all tensors that were made in a phase, are alive now and have no category yet."""
+        """Set the category of all tensors that were made in ``phase``, are still alive and have no category yet."""
         for allocation in self._live.values():
             if allocation.phase == phase:
                 _set_category(allocation, category)
@@ -343,7 +345,7 @@ class StepRecorder(TorchDispatchMode):
         return Operation(0, 0, None, Collective(kind.collective, group, is_of_unit, size), times=self.times)
 
     def _observe(self, storage: torch.UntypedStorage) -> Allocation:
-        # torch keeps one Python object per storage, which lives as long as the storage
+        # the id identifies a storage, since torch keeps one Python object per storage as long as the storage lives
         if id(storage) not in self._live:
             self._live[id(storage)] = Allocation(self._phases[-1][1] if self._phases else "")
             weakref.finalize(storage, self._free, id(storage))
@@ -401,7 +403,7 @@ class _OperationKind:
         """Count the bytes that a call reads and writes.
 
         A call writes the arguments that its schema declares as changed, and the results that do not share a storage
-        with an argument. A call that writes nothing, such as a reshape, moves no bytes, whatever its arguments.
+        with an argument. If a call writes nothing, such as a reshape, the count is 0, however large its arguments are.
         """
         given = self._name(args, kwargs)
         tensors = _get_tensors([value for name, value in given.items() if name not in self._unread])
@@ -427,7 +429,7 @@ _OTHER = Group((), ())
 
 
 def _get_tensors(values: Any) -> list[Tensor]:
-    """Return the tensors in ``values``, each once."""
+    """Return the tensors in ``values``, without duplicates."""
     return list({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)}.values())
 
 

@@ -1,19 +1,21 @@
 """Estimate of all the memory that a process holds on its device, which is more than its tensors need.
 
-torch's allocator keeps segments of memory, gives out blocks of them, and rarely frees a segment
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). How much it reserves depends on the order
-of allocations, so they are replayed by the allocator's own rules. The rest comes from published measurements:
+torch's allocator reserves segments of memory, hands out blocks of them, and rarely frees a segment
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). How much memory it reserves depends on the
+order of allocations. The allocations of the step are therefore replayed by the allocator's own rules. The memory of
+libraries comes from published measurements:
 
     Libraries and CUDA's context: 1.06 GB on an H100 before the first all-to-all, without torch's allocations
-        (https://github.com/NVIDIA/nccl/issues/1685); half of that without what CUDA loads lazily.
-    NCCL: 544 MB for a group of two ranks, 688 MB for more, on A100s connected by NVLink
-        (https://github.com/NVIDIA/nccl/issues/964); an all-to-all of eight H100s connects all pairs, 3.28 GB (#1685).
+        (https://github.com/NVIDIA/nccl/issues/1685). Half of that if CUDA's lazily loaded code is not counted.
+    NCCL: 544 MB for a group of two ranks and 688 MB for a larger group, on A100s connected by NVLink
+        (https://github.com/NVIDIA/nccl/issues/964). An all-to-all of eight H100s connects every pair of ranks and takes
+        3.28 GB (https://github.com/NVIDIA/nccl/issues/1685).
     cuBLAS: a workspace of 32 MiB on Hopper (torch's notes on CUDA, ``CUBLAS_WORKSPACE_CONFIG``).
-    Attention: FlashAttention-2 adds up the gradients of queries in float32 in backward.
-    Growth: torchtitan's runs A and B (docs/planning.md) reserved 5 and 4 % more than the replay says. The replay
-        models neither frees that wait for another stream, nor fragmentation over many steps.
+    Attention: the backward of FlashAttention-2 accumulates the gradients of queries in float32.
+    Growth: torchtitan's runs A and B (docs/planning.md) reserved 5% and 4% more than the replay predicts. The replay
+        models neither freed blocks that still wait for another stream, nor fragmentation over many steps.
 
-Under memory pressure, the allocator frees unused segments before it fails, so a run may survive with less.
+Under memory pressure, the allocator frees unused segments before it fails, so a run may succeed with less memory.
 """
 
 import itertools
@@ -46,7 +48,7 @@ share large ones, and larger requests get their own segments, rounded up to a mu
 
 @dataclass(frozen=True)
 class Reserved:
-    """Range of the largest number of bytes that a process holds on its device."""
+    """Range in which the peak of a process's device memory lies, in bytes."""
 
     least: int
     """Lower end of the range: no part of a segment is unused, as under memory pressure, and libraries need little."""
@@ -55,10 +57,10 @@ class Reserved:
 
 
 def estimate_reserved(recording: Recording) -> Reserved:
-    """Estimate the device memory that a process holds in a step.
+    """Estimate the peak of the device memory that a process holds in a step.
 
     Args:
-        recording: Recording of the step. Its first changes are the allocations from before the step.
+        recording: Recording of the step. Its first changes are the allocations that were made before the step.
     """
     groups = {call.group for call in recording.collectives if len(call.group.ranks) > 1}
     context, group = _CONTEXT, _GROUP
@@ -72,7 +74,7 @@ def estimate_reserved(recording: Recording) -> Reserved:
 
 
 def play_through(changes: Iterable[MemoryChange]) -> int:
-    """Return the bytes of the segments that torch's allocator reserves for these allocations, in this order."""
+    """Replay ``changes`` in order, and return the bytes of the segments that torch's allocator would reserve."""
     allocator = _Allocator()
     blocks: dict[int, _Block] = {}
     sizes: dict[int, int] = {}
@@ -81,7 +83,7 @@ def play_through(changes: Iterable[MemoryChange]) -> int:
             allocator.free(blocks.pop(change.storage))
         size = sizes[change.storage] = sizes.get(change.storage, 0) + change.bytes
         if size:
-            # FSDP2 uses separate streams for these buffers, and each stream has its own blocks
+            # FSDP2 allocates communication buffers on separate streams, and each stream has its own blocks
             stream = int(change.category == COMMUNICATION_BUFFERS)
             blocks[change.storage] = allocator.allocate(size, stream)
     return allocator.reserved
@@ -109,7 +111,7 @@ def _get_attention_workspace(operations: Iterable[Operation]) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """A block of memory, which is a part of one of the allocator's segments."""
+    """Block of memory: a part of one of the allocator's segments."""
 
     size: int
     pool: tuple[int, bool]

@@ -1,4 +1,4 @@
-"""Description of how a model would be sharded over any number of ranks, made in one process without its weights.
+"""Description of a model's sharding over any number of ranks, computed in one process without weights in memory.
 
 The model is built on the meta device and sharded by the recipe itself, as on rank 0 of a simulated world.
 """
@@ -45,7 +45,7 @@ class ParameterDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitDescription:
-    """A unit: a group of parameters that are gathered together."""
+    """FSDP unit: a group of parameters that are gathered together."""
 
     modules: list[str]
     parameters: list[ParameterDescription]
@@ -60,7 +60,7 @@ class UnitDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A model on a mesh. Sizes are those of rank 0, which are the largest."""
+    """Sharding of a model over a mesh. Sizes in bytes are those on rank 0, which are the largest."""
 
     model: str
     strategy: str
@@ -75,7 +75,7 @@ class Description:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Numbers of parameters over all ranks, and bytes on rank 0."""
+        """Totals of the model: the numbers of ranks and parameters, and the bytes on rank 0."""
         parameters = [parameter for unit in self.units for parameter in unit.parameters]
         trained = [parameter for parameter in parameters if parameter.is_trained]
         return {
@@ -88,7 +88,7 @@ class Description:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return the description as plain values for JSON."""
         return {**asdict(self), "totals": self.totals}
 
 
@@ -119,7 +119,8 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
         strategy.precision_plugin.convert_module(module)
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             raise TypeError(
-                f"{get_class_name(module)} shards itself in `configure_model`, but describe shows how strategies shard."
+                f"{get_class_name(module)} shards itself in `configure_model`, but describe shows only how a strategy"
+                " shards; leave the sharding to the strategy."
             )
         dtypes = get_dtypes(strategy.manager, module)
         _shard(strategy.manager, module, mesh)
@@ -135,7 +136,7 @@ def describe_sharded(
         strategy: Strategy of the run.
         module: Sharded module, on any device.
         mesh: Mesh that the module was sharded over.
-        dtypes: Result of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes` from before the module was sharded.
+        dtypes: Result of :func:`~lightning_fsdp2.managers.dtypes.get_dtypes` for the module before it was sharded.
     """
     structure = find_structure(module)
     return Description(
@@ -152,15 +153,15 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     """Shard ``module`` as far as possible without devices."""
     config = manager.config
     if isinstance(manager, FSDP2Manager):
-        # compiling changes nothing that is described, and may need CUDA
+        # turn off compilation, which does not affect the description and may need CUDA
         manager.config = replace(config, enable_async_tensor_parallel=False, enable_compile=False)
         manager.parallelize(module, materializes=False)
     if not isinstance(config, MegatronFSDPConfig):
         return
     if config.zero_dp_strategy in (1, 2):
         raise ValueError(
-            f"describe supports zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}, which leaves parameters whole:"
-            " Megatron-FSDP shards gradients or optimizer states in buffers that it makes on CUDA."
+            f"describe supports zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}: with that value, Megatron-FSDP"
+            " shards only gradients or optimizer states, in buffers that need CUDA. Use 0 or 3 here."
         )
     classes = _get_unit_classes(find_structure(module), config)
     check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
@@ -171,7 +172,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _get_units(structure: ModelStructure, config: DistributedConfig) -> list[Unit]:
-    """Return the units: modules whose parameters are gathered together."""
+    """Return the FSDP units, each with the modules whose parameters are gathered together."""
     if isinstance(config, FSDP2Config):
         return build_unit_plan(structure, config.reshard_after_forward).units
     if isinstance(config, DDPConfig):
@@ -213,7 +214,7 @@ def _describe_units(
 
 
 def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
-    """Return the unit of a parameter, which is the unit of the innermost module that has a unit and the parameter."""
+    """Return the unit of a parameter: that of the innermost module that contains the parameter and has a unit."""
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]
@@ -243,9 +244,9 @@ def _describe_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> Param
 
 
 def _get_gathered_numel(parameter: Tensor) -> int:
-    """Count the elements of a parameter that a rank gathers to compute.
+    """Count the elements of a parameter that a rank gathers for its computation.
 
-    A tensor parallel rank gathers its own part only. A parameter that ranks hold whole is not gathered.
+    A tensor parallel rank gathers only its own part. For a parameter that every rank holds whole, the count is 0.
     """
     if not isinstance(parameter, DTensor):
         return 0

@@ -1,8 +1,8 @@
-"""Simulation of a training step on one rank of a mesh, without devices, without other ranks and without values.
+"""Simulation of one rank's training step, without devices, other ranks or tensor values.
 
 The Trainer's own loop runs the strategy's own step on a module that the recipe has sharded. Only the process group and
-the tensors are replaced. The collectives of torch's fake process group return at once. Fake tensors have shapes and
-dtypes, but no memory.
+the tensors are fake. Collectives of torch's fake process group return at once. Fake tensors have shapes and dtypes, but
+no memory.
 """
 
 import traceback
@@ -55,7 +55,7 @@ in the middle stands for all others."""
 
 @dataclass(frozen=True)
 class Simulation:
-    """The simulated step of one rank."""
+    """Result of simulating a step on one rank."""
 
     description: Description
     recording: Recording
@@ -73,22 +73,22 @@ def simulate(
     rank: int = 0,
     change: Callable[[nn.Module], None] = lambda module: None,
 ) -> Simulation:
-    """Run a step of ``module`` as one of ``world_size`` ranks would, after a step that creates the optimizer states.
+    """Simulate an optimizer step on one of ``world_size`` ranks, after a first step that creates the optimizer states.
 
     Args:
         trainer: Trainer with ``FSDP2Strategy`` or ``DDPStrategy``, on the CPU. Its callbacks, loggers and devices are
             ignored.
         module: Module that was built on the meta device, or that builds its model there in ``configure_model``. It is
             sharded in place. Neither the trainer nor the module can be used afterwards.
-        batch: Micro-batch of one data parallel rank. Its values are ignored, except for ``position_ids`` that restart.
+        batch: Micro-batch of one data parallel rank. Only the values of ``position_ids`` are used, to find documents.
         world_size: Number of ranks.
         num_nodes: Number of nodes, which ``dp_replicate_size="auto"`` resolves to.
         rank: Number of the rank to simulate.
-        change: Function that is called with ``module`` after its model is built and before it is sharded.
+        change: Function that is called with ``module`` after the model is built and before it is sharded.
 
     Raises:
         RuntimeError: When this process belongs to a process group.
-        TypeError: When the trainer has another strategy.
+        TypeError: When the trainer has a different strategy.
         ValueError: When the strategy would refuse these sizes or this model, or the step depends on the values of
             tensors.
     """
@@ -110,7 +110,7 @@ def simulate(
             for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
                 call_module_hook(trainer, hook)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
-            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP rebuilds buckets in the second step
+            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP's second step rebuilds buckets
                 _run_step(trainer, fake_batch, micro_batches=1)
             with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
                 _label_state(recorder, module, trainer.optimizers, fake_batch)
@@ -120,14 +120,14 @@ def simulate(
                 recording = recorder.get_recording()
     if all(name != "backward" for _, name in recording.phases):
         raise ValueError(
-            f"{get_class_name(module)}: there is no backward in its step, so there is nothing to plan; return a loss"
-            " from training_step, or call manual_backward."
+            f"{get_class_name(module)}: its step runs no backward, so there is nothing to plan; return a loss from"
+            " training_step, or call manual_backward."
         )
     return Simulation(description, recording, is_even)
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
-    """Return a text about the module that :func:`simulate` would train: its tensors, model configs and optimizers."""
+    """Build ``module`` as :func:`simulate` does, and return a text about its tensors, model configs and optimizers."""
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     replace_manager(strategy, mode)
@@ -143,21 +143,21 @@ def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size:
 
 
 def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
-    """Return ``strategy`` if its steps can be simulated.
+    """Return ``strategy`` unchanged if its steps can be simulated.
 
     Raises:
-        TypeError: When its steps cannot be simulated.
+        TypeError: When the steps of ``strategy`` cannot be simulated.
     """
     if isinstance(strategy, FSDP2Strategy | DDPStrategy):
         return strategy
     raise TypeError(
         f"plan simulates the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them,"
-        " such as trainer.strategy=fsdp2, or measure on devices. Megatron-FSDP needs buffers on CUDA."
+        " such as trainer.strategy=fsdp2, or measure the run on devices. Megatron-FSDP needs buffers on CUDA."
     )
 
 
 def is_packed(batch: Any) -> bool:
-    """Return whether sequences hold several documents: like transformers, look for position ids that start again."""
+    """Return whether a sequence holds several documents. Like transformers, look for position ids that restart."""
     positions = batch.get("position_ids") if isinstance(batch, dict) else None
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
@@ -167,12 +167,12 @@ def _check_has_no_values(module: nn.Module) -> None:
     if real:
         raise ValueError(
             f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have values, but a plan works"
-            " without values; make the module under `with torch.device('meta')`, or its model in configure_model."
+            " without values; build the module under `with torch.device('meta')`, or its model in configure_model."
         )
 
 
 def _choose_foreach(optimizers: list[Optimizer]) -> None:
-    """Make optimizers step all parameters in one operation, as they do by default on a GPU but not on a CPU."""
+    """Make optimizers update all parameters in one operation, as they do by default on a GPU but not on a CPU."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -184,7 +184,8 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
     loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
     micro_batches = min(accumulated, micro_batches)
     trainer.accumulate_grad_batches = micro_batches
-    loop.batch_progress.current.reset()  # a step begins where `accumulate_grad_batches` divides the count
+    # start at 0, since the optimizer steps when the number of batches is a multiple of `accumulate_grad_batches`
+    loop.batch_progress.current.reset()
     callbacks, trainer.callbacks = trainer.callbacks, [] if recorder is None else [_Phases(recorder)]
     for micro_batch in range(micro_batches):
         if recorder is not None:
@@ -198,7 +199,7 @@ def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRec
         else:
             outputs = loop.manual_optimization.run(kwargs)
         call_module_hook(trainer, "on_train_batch_end", outputs, batch, index)
-        with with_values():  # the tensors to log are zeros, see `_log_with_values`
+        with with_values():  # logged tensors are real zeros, see `_log_with_values`
             log_batch(trainer)
     trainer.accumulate_grad_batches, trainer.callbacks = accumulated, callbacks
 
@@ -226,9 +227,9 @@ class _Phases(Callback):
 
 @contextmanager
 def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
-    """Tell the recorder which layer computes, inside the ``with`` block.
+    """Add hooks that tell the recorder which layer is running, and remove them after the ``with`` block.
 
-    The head gets no hooks, since a chunked loss needs a head without hooks.
+    The head gets no hooks, since a chunked loss requires a head without hooks.
     """
 
     def begin_forward(name: str, block: nn.Module, args: Any) -> None:
@@ -246,7 +247,7 @@ def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
     names = {block: name for name, block in module.named_modules()}
     handles = []
     for block in find_structure(module).layers:
-        # prepended to run before FSDP2's own hook, which gathers the unit
+        # prepend the hook, so that it runs before FSDP2's own hook, which gathers the unit
         handles.append(block.register_forward_pre_hook(partial(begin_forward, names[block]), prepend=True))
         handles.append(block.register_forward_hook(partial(end_forward, names[block])))
     yield
@@ -262,12 +263,12 @@ def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
         where = _find_user(error.__traceback__)
         raise ValueError(
             f"{get_class_name(module)}: its step depends on the values of tensors, but a plan has no values:"
-            f" {error.func} in {where}. Choose by shapes or options there, or measure the run on devices."
+            f" {error.func} in {where}. Let that line depend only on shapes or options, or measure the run on devices."
         ) from error
 
 
 def _find_user(trace: TracebackType | None) -> str:
-    """Return the innermost line of the traceback that is outside of torch."""
+    """Return the file, number and text of the innermost line of the traceback that is outside of torch."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
@@ -285,7 +286,7 @@ def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Opt
 
 
 def _get_gradients(module: nn.Module) -> list[Tensor]:
-    # gradients in DDP's buckets have values; detach() returns the fake tensors that operations use instead
+    # gradients in DDP's buckets are real tensors, but detach() returns the fake tensors that operations use for them
     return [parameter.grad.detach() for parameter in module.parameters() if parameter.grad is not None]
 
 
@@ -303,7 +304,7 @@ def _is_even(module: nn.Module) -> bool:
 
 
 def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
-    """Return the groups of ranks, by torch's process group names. Several process groups may have the same ranks."""
+    """Return the ranks of each process group, by torch's name of the group. Two groups may have the same ranks."""
     axes: dict[tuple[int, ...], list[str]] = {}
     ranks: dict[str, tuple[int, ...]] = {}
     for view in get_views(mesh):
@@ -315,9 +316,9 @@ def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
-    """Return the sizes of the model's vocabularies, and the sizes of a tensor parallel rank's parts.
+    """Return the sizes of the vocabularies and of a tensor parallel rank's parts of them.
 
-    Sizes that also occur in other parameters are left out.
+    Sizes that also occur in other parameters are left out, since they would not identify logits.
     """
     tp = get_mesh(mesh, TENSOR_PARALLEL).size()
     sizes = {cast(Any, parts.module).config.get_text_config().vocab_size for parts in find_structure(module).models}

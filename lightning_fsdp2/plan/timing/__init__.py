@@ -1,1 +1,1 @@
-"""Devices, their rates, and the time that a recorded step takes on them."""
+"""Estimates of the time that a recorded step takes on given devices, from the devices' rates."""

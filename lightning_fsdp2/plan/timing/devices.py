@@ -11,7 +11,7 @@ from lightning_fsdp2.plan.timing.rates import Rates
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of accelerator, with the links that it has in its vendor's machines."""
+    """Kind of accelerator, together with the links and network adapters of its vendor's machines."""
 
     name: str
     """Name of the device in CUDA. Peaks are known for the names in :mod:`~lightning_fsdp2.callbacks.model_flops`."""
@@ -102,12 +102,12 @@ def get_device(
     product_tflops: float | None = None,
     attention_tflops: float | None = None,
 ) -> Device:
-    """Return a device of :data:`DEVICES`, with the given numbers in place of its own.
+    """Return a device of :data:`DEVICES`, in which the given numbers replace the device's own.
 
     Args:
         name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` or ``"mi300x"``.
         memory: GiB of memory that a process can allocate.
-        memory_bandwidth: Memory bandwidth of the data sheet, in GB per second.
+        memory_bandwidth: Memory bandwidth according to the data sheet, in GB per second.
         network_bandwidth: Network bandwidth per device in one direction, in GB per second.
         per_node: Number of devices that the fast links connect.
         product_tflops: TFLOP/s that matrix products in bfloat16 reach, for estimates.

@@ -1,8 +1,8 @@
 """Rates that kernels and collectives reach in practice, each from a publication.
 
-A data sheet gives bounds; the rates here give estimates. The rate of products is the fastest that was measured for any
-shape. The rate of attention is that of FlashAttention-2, the kernel that context parallel attention calls, by head size
-and length.
+The numbers of a data sheet give bounds, and the rates here give estimates. The rate of matrix products is the fastest
+that was measured for any shape. The rate of attention depends on the head size and the length, and is that of
+FlashAttention-2, the kernel that context parallel attention calls.
 
 Sources:
     Products: Bekman, "Maximum Achievable Matmul FLOPS", bfloat16
@@ -35,7 +35,7 @@ _CAUSAL_FORWARD = (191, 260, 298, 319, 333, 335)
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates that are reached on a device, some as shares of the numbers of its data sheet."""
+    """Rates that kernels and collectives reach on a device. Some are fractions of numbers in its data sheet."""
 
     products: float
     """Share of the peak that matrix products reach."""
@@ -53,9 +53,9 @@ class Rates:
     """Share of the bandwidth of links and network adapters that is reached."""
 
     def get_attention(self, *, head_size: int, length: int, is_causal: bool, is_backward: bool) -> float:
-        """Return the operations per second of fused attention.
+        """Return the rate of fused attention, in operations per second.
 
-        The rates of an H100 are scaled by the ratio of the device's best rate to the H100's best rate.
+        The rate is that of an H100, scaled by the ratio of the device's best rate to the H100's best rate.
         """
         table = _BACKWARD if is_backward else _FORWARD
         row = table[next((size for size in table if size >= head_size), max(table))]

@@ -22,7 +22,7 @@ _ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Time of a step on one rank, in seconds."""
+    """Time that a step takes on one rank, in seconds."""
 
     compute: float
     """Seconds of all operations except collectives, one after the other."""
@@ -35,12 +35,12 @@ class StepTime:
 
     @property
     def shortest(self) -> float:
-        """Seconds with all possible overlap."""
+        """Step time in seconds if all collectives overlap that can."""
         return max(self.compute + self.exposed, self.overlappable)
 
     @property
     def longest(self) -> float:
-        """Seconds without any overlap."""
+        """Step time in seconds if nothing overlaps."""
         return self.compute + self.exposed + self.overlappable
 
 
@@ -51,12 +51,12 @@ def get_step_time(
     overlapped_axes: Collection[str] = (DP_REPLICATE,),
     as_reached: bool = False,
 ) -> StepTime:
-    """Add up the operations of a step.
+    """Add up the times of all operations of a step.
 
     Args:
         operations: Operations of one rank.
         device: Device of every rank.
-        overlapped_axes: Mesh axes whose collectives overlap with computation. Those of FSDP2's units always overlap.
+        overlapped_axes: Mesh axes whose collectives overlap with computation. FSDP2's own collectives always overlap.
         as_reached: Whether to use the rates that kernels reach instead of those of the data sheet.
     """
     compute, exposed, overlappable = 0.0, 0.0, 0.0
@@ -72,7 +72,7 @@ def get_step_time(
 
 
 def get_seconds(operation: Operation, device: Device, *, as_reached: bool = False) -> float:
-    """Return the seconds of one call, at the rates of the data sheet or at those that kernels reach."""
+    """Return the time of one call in seconds, at the rates of the data sheet or at those that kernels reach."""
     if operation.collective is not None:
         seconds = _get_collective_seconds(operation.collective, device)
         return seconds / device.rates.links if as_reached else seconds
@@ -83,7 +83,7 @@ def get_seconds(operation: Operation, device: Device, *, as_reached: bool = Fals
 
 
 def _get_share(operation: Operation, device: Device) -> float:
-    """Return the share of the peak that the matrix products of an operation reach."""
+    """Return the fraction of the device's peak rate that the matrix products of an operation reach."""
     if (attention := operation.attention) is None:
         return device.rates.products
     reached = device.rates.get_attention(
@@ -97,9 +97,9 @@ def _get_share(operation: Operation, device: Device) -> float:
 
 @cache
 def get_bandwidth(group: Group, device: Device) -> float:
-    """Return the bytes per second from one rank of ``group`` to the next.
+    """Return the bandwidth from one rank of ``group`` to the next, in bytes per second.
 
-    Across nodes, a ring uses as many network adapters at once as a node has ranks of the group.
+    A ring across nodes uses several network adapters at once: one for each rank of the group on a node.
     """
     nodes = {rank // device.per_node for rank in group.ranks}
     if len(nodes) == 1:

@@ -55,11 +55,12 @@ _TIME_TO_APPEAR = timedelta(minutes=1)
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
     """Refuse to start if the ranks have different configs. Every rank must call this.
 
-    In a run of the command line, the whole config is compared. In a script, the options of the Trainer and the strategy
-    are compared. Different saved hyperparameters cause only a warning, because a script may save the rank in them.
+    In a run from the command line, the ranks compare the whole config. In a script, they compare the options of the
+    Trainer and the strategy. Different saved hyperparameters cause only a warning, because a script may save the rank
+    as a hyperparameter.
 
     Args:
-        trainer: Trainer that has a module, and whose strategy knows its mesh sizes.
+        trainer: Trainer that has a module, and whose strategy has resolved its mesh sizes.
         hosts: Host names of all ranks.
         group: CPU group of all ranks.
 
@@ -81,7 +82,8 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
         group: CPU group of all ranks.
 
     Raises:
-        ValueError: On every rank, when a folder is not shared. The message names the folder and the ranks without it.
+        ValueError: On every rank, when a folder is not shared. The message names the folder and the ranks that do not
+            see a file in it.
     """
     if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # fast_dev_run saves no checkpoint
         return
@@ -119,7 +121,7 @@ def _describe_hyperparameters(trainer: Any) -> dict[str, str]:
 
 
 def _write(name: str, value: Any) -> str:
-    """Return ``value`` as text that is equal on all ranks for equal values, without memory addresses and secrets."""
+    """Return ``value`` as text, without memory addresses and secrets. Equal values give equal texts on all ranks."""
     if is_secret(name.rpartition(".")[2]):
         return "hidden"
     if isinstance(value, Namespace):
@@ -137,7 +139,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
-    # the file name is new, so no host can have cached that the file does not exist
+    # use a new file name each time, since a host may have cached that an earlier file does not exist
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
     sees = gather_objects(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)

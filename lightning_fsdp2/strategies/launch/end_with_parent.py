@@ -1,7 +1,7 @@
-"""Make a process end when its parent ends for any reason, including an error, a signal and ``kill -9``.
+"""Function that makes a process end when its parent ends for any reason, including an error and ``kill -9``.
 
-Run as a script, this file does so and then replaces itself with the command in its arguments. It imports only the
-standard library, to be fast: if the parent ended during the imports, the process would stay.
+Run as a script, this file calls the function, and then replaces its own process with the command in its arguments. The
+file imports only the standard library, to be fast: a process would outlive a parent that ended during the imports.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; only Linux supports this.
+    """Ask the kernel to kill this process when its parent ends. Only the kernel of Linux can do so.
 
     Args:
-        parent: Process id of the parent. If that process is no longer the parent, this process ends now.
+        parent: Process id of the parent. If that process is no longer the parent, this process ends immediately.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -21,7 +21,7 @@ def get_number_of_nodes(environment: ClusterEnvironment, num_nodes: int) -> int:
     """
     if not isinstance(environment, TorchElasticEnvironment):
         return num_nodes
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", num_nodes))  # other launchers may not set it
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", num_nodes))  # not every launcher sets it
     if nodes != num_nodes:
         rank_zero_info(f"torchrun has started {nodes} node(s) instead of Trainer(num_nodes={num_nodes}).")
     return nodes
@@ -57,10 +57,10 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
 
 
 def check_variables(environment: ClusterEnvironment | None, devices: int, nodes: int) -> None:
-    """Refuse environment variables from another launcher or an earlier run, if Lightning starts the processes.
+    """Refuse environment variables that another launcher or an earlier run has left, if Lightning starts the processes.
 
     Raises:
-        ValueError: When a variable contradicts the Trainer. The message names the variable and both values.
+        ValueError: When a variable contradicts the Trainer. The message names the variable and its valid values.
     """
     if not isinstance(environment, LightningEnvironment):
         return
@@ -88,5 +88,6 @@ def _check_tasks_of_slurm(environment: ClusterEnvironment, devices: int, nodes: 
     if isinstance(environment, SLURMEnvironment) and tasks != nodes * devices:
         raise ValueError(
             f"SLURM has started {tasks} task(s) (SLURM_NTASKS), but Trainer(devices={devices}, num_nodes={nodes}) asks"
-            f" for {nodes * devices}. Set num_nodes and devices to those of `srun --nodes` and `--ntasks-per-node`."
+            f" for {nodes * devices}. Set num_nodes to the value of `srun --nodes`, and devices to the value"
+            " of `--ntasks-per-node`."
         )

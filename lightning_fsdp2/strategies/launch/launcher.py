@@ -1,4 +1,4 @@
-"""Launcher for ``python script.py``. The first process of a node starts the other ranks, and they end with it."""
+"""Launcher for ``python script.py``. The first process of a node starts the node's other ranks, which end with it."""
 
 import atexit
 import os
@@ -58,7 +58,7 @@ class RankLauncher(SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         module: Any = subprocess_script
-        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change the started command
+        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change a rank's command
         try:
             super()._call_children_scripts()
         finally:
@@ -80,12 +80,12 @@ class RankLauncher(SubprocessScriptLauncher):
 
 
 def is_of_launcher() -> bool:
-    """Return whether the :class:`RankLauncher` has started this process, or is used in it to start other ranks."""
+    """Return whether a :class:`RankLauncher` has started this process, or has run in it to start other ranks."""
     return RankLauncher.has_started or _LAUNCHED in os.environ
 
 
 def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":
-    # the kernel takes the end of the starting thread for the end of the parent, so only the main thread is watched
+    # the kernel kills a child when the thread that started the child ends, so ask for this only in the main thread
     is_watched = threading.current_thread() is threading.main_thread()
     script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())] if is_watched else []
     return subprocess.Popen([*script, *command], env={**env, _LAUNCHED: "1"}, cwd=cwd)

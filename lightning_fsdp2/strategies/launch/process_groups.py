@@ -1,4 +1,4 @@
-"""Start of the default process group and the device mesh, and a few collectives for the strategies."""
+"""Creation of the default process group and the device mesh, and a few collectives for the strategies."""
 
 import atexit
 import os
@@ -43,7 +43,7 @@ def init_process_group(
 
     Args:
         environment: Cluster environment, which knows the rank of this process.
-        backend: Backend of the group. None chooses the backend by ``device``, or accepts that of an existing group.
+        backend: Backend of the group. None chooses a backend for ``device``, or accepts an existing group's backend.
         device: Device of this rank.
         bind_device_id: Whether the group is bound to ``device``.
         timeout: Timeout of the group's collectives.
@@ -51,7 +51,7 @@ def init_process_group(
 
     Raises:
         TimeoutError: When a rank does not appear in time.
-        ValueError: When a group with a different size, backend or device already exists. Also when versions or backends
+        ValueError: When a group with a different size, backend or device already exists, when versions or backends
             differ between the ranks, or when there is no device to bind the group to.
     """
     if bind_device_id:
@@ -72,7 +72,7 @@ def init_process_group(
     backend = backend or get_default_backend(device)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
-        os.environ["MASTER_ADDR"] = environment.main_address  # the user's code may read this
+        os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code and our error messages
         os.environ["MASTER_PORT"] = str(environment.main_port)
         store = meet(
             environment.main_address,
@@ -82,7 +82,7 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # later uses of the store by process groups
+        store.set_timeout(timeout)  # process groups keep using the store
     dist.init_process_group(
         backend,
         store=store,
@@ -95,7 +95,7 @@ def init_process_group(
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """Return the device mesh with these sizes, from a cache if possible, because its groups hold device memory."""
+    """Return the device mesh with these sizes. Meshes are cached, because their process groups hold device memory."""
     device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
     for group in get_groups(device_mesh):
         set_group_timeout(group, timeout)
@@ -157,7 +157,7 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:
-    """Return whether the default group uses ``backend`` on ``device``, and also on the CPU if ``backend`` names one."""
+    """Return whether the default group uses ``backend`` on ``device``, and on the CPU if ``backend`` covers the CPU."""
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())
     )

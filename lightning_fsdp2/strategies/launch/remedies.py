@@ -64,5 +64,5 @@ def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str |
 
 
 def is_raised_in(code: CodeType, exception: BaseException) -> bool:
-    """Return whether the function with ``code`` itself raised ``exception``."""
+    """Return whether ``exception`` comes directly from the function with the code object ``code``."""
     return [frame.f_code for frame, _ in walk_tb(exception.__traceback__)][-1:] == [code]

@@ -1,4 +1,4 @@
-"""Wait for the other ranks at the start of a run, and find out which ranks are gone after a collective has failed."""
+"""Rendezvous of the ranks at the start of a run, and a search for lost ranks after a collective has failed."""
 
 import json
 import os
@@ -42,9 +42,10 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
 
     Raises:
         OSError: When the port is taken.
-        TimeoutError: When ranks are missing. The message names the missing ranks, and the others with their hosts.
-        ValueError: On every rank, when ``run`` differs or two processes have the same rank. The message names the
-            differences and the ranks.
+        TimeoutError: When ranks are missing. The message names the missing ranks, and the ranks that arrived with
+            their hosts.
+        ValueError: On every rank, when ``run`` differs between ranks or two processes have the same rank. The message
+            names the differences and the ranks.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store_timeout = min(timeout, _AGENT_TIMEOUT) if is_agents else timeout
@@ -55,11 +56,11 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             world_size,
             is_master=rank == 0 and not is_agents,
             timeout=store_timeout,
-            wait_for_workers=False,  # a timeout here would not show which ranks are missing
+            wait_for_workers=False,  # a timeout here would not tell which ranks are missing
             multi_tenant=True,
         )
-        # torchrun may keep its store for later attempts, so every attempt uses its own prefix.
-        # Agents may number the attempts differently, and their ranks would then not meet.
+        # torchrun may keep its store when it restarts the ranks, so every attempt to start uses its own prefix.
+        # If a host rejoins the run, its agent may count attempts differently, so that its ranks use another prefix.
         # For hosts to rejoin a run, torchrun's store must be off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
@@ -88,7 +89,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             " nodes that have no logs."
         ) from error
     if fault:
-        with suppress(dist.DistError):  # let all ranks read the fault before rank 0 ends the store
+        with suppress(dist.DistError):  # let all ranks read the fault before rank 0, which hosts the store, exits
             if store.add(_NUMBER, 1) == 2 * world_size:
                 store.set(_ALL_KNOW, "")
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
@@ -97,7 +98,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
 
 
 def refuse(differences: str) -> str:
-    """Return the error message for ranks with ``differences``, as :func:`tell_differences` describes them."""
+    """Return the error message for ranks that differ, given the description from :func:`tell_differences`."""
     return (
         f"All ranks of a run must have the same config and versions, but {differences}. Install the same versions on"
         " all nodes, and start all ranks with the same config."
@@ -105,11 +106,14 @@ def refuse(differences: str) -> str:
 
 
 def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """Describe how ranks differ, such as ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``, or return "".
+    """Describe how ranks differ, such as ``lr is 0.1 on rank 0 (node-a) and 0.2 on rank 1 (node-b)``.
 
     Args:
         descriptions: The values of each rank, by name.
         hosts: Host names of all ranks.
+
+    Returns:
+        The description, or an empty text if the ranks do not differ.
     """
     names = dict.fromkeys(name for description in descriptions for name in description)
     differences = [name for name in names if len({description.get(name) for description in descriptions}) > 1]
@@ -153,7 +157,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
 
 
 def _ask_others(world_size: int, answered: list[int]) -> None:
-    """Report this rank's failed collective through the store, and list the ranks that report one in ``answered``."""
+    """Report to the store that a collective failed on this rank. Fill ``answered`` with all ranks that report so."""
     store: Any = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:
@@ -191,7 +195,7 @@ def _read_arrivals(store: Any) -> list[tuple[int, str, dict[str, str]]]:
 
 
 def _find_fault(arrivals: Sequence[tuple[int, str, dict[str, str]]], world_size: int) -> str:
-    """Return the error message for ranks that cannot form a run together, or "" if they can."""
+    """Return the error message for ranks that cannot form a run together, or an empty text if they can."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     if [rank for rank, _, _ in arrivals] != list(range(world_size)):
         came = ", ".join(f"{rank} ({host})" for rank, host, _ in arrivals[:_MOST_LISTED])

@@ -24,11 +24,11 @@ class Batches:
         self._checked: set[tuple[str, int]] = set()
 
     def begin_stage(self) -> None:
-        """Start a stage of the Trainer, and check the first batch of each loader again."""
+        """Start a stage of the Trainer, in which the first batch of each data loader is checked again."""
         self._checked.clear()
 
     def prepare(self, loader: Any, *, resumed_epoch: int, may_drop: bool) -> Any:
-        """Prepare the user's data loader: its seeds, its sampler's epoch, and its length on all ranks.
+        """Set the seeds and the sampler's epoch of the user's data loader, and give it the same length on all ranks.
 
         Args:
             loader: Data loader, of any kind that Lightning accepts.
@@ -36,8 +36,8 @@ class Batches:
             may_drop: Whether batches that only some ranks have may be dropped; see :func:`keep_in_step`.
         """
         if isinstance(loader, DataLoader) and loader.generator is None:
-            # Each iterator draws a seed. A resumed run makes fewer iterators than an uninterrupted run.
-            # If they drew from the global generator, dropout would therefore differ after resuming.
+            # Each iterator draws a seed, and a resumed run makes fewer iterators than an uninterrupted run.
+            # If iterators drew from the global generator, which dropout uses, dropout would differ after resuming.
             loader.generator = torch.Generator().manual_seed(torch.initial_seed())
         if getattr(loader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by global rank, so the ranks of one replica would augment data differently

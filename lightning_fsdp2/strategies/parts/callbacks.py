@@ -1,4 +1,4 @@
-"""Changes of the Trainer's callbacks: a strategy corrects some, and adds its own to every fit."""
+"""Changes to the Trainer's callbacks: a strategy adds its own to every fit, and corrects throughput monitors."""
 
 from datetime import timedelta
 from typing import Any, cast
@@ -31,7 +31,7 @@ class OwnCallbacks:
     def attach(self, trainer: Trainer) -> None:
         """Add the strategy's callbacks after the Trainer's own, if the stage is a fit.
 
-        An evaluation has nothing to save, so no callback is added, and SIGTERM ends the process.
+        An evaluation gets no callbacks, since it has nothing to save. During an evaluation, SIGTERM ends the process.
 
         Raises:
             ValueError: When ``steady_timeout`` is set but the Trainer already has a :class:`ProcessGroupTimeout`.
@@ -65,7 +65,7 @@ class OwnCallbacks:
 def set_available_flops(trainer: Trainer, dtype: torch.dtype) -> None:
     """Tell Lightning's throughput monitors the peak FLOP/s of the device for ``dtype``.
 
-    Lightning would assume float32 for a precision plugin that is not its own, and overstate the utilisation.
+    With a precision plugin that is not Lightning's own, Lightning would assume float32 and overstate the utilisation.
     """
     for callback in cast(Any, trainer).callbacks:
         if isinstance(callback, ThroughputMonitor):

@@ -42,7 +42,7 @@ class Checkpoints:
     """Saver and loader of a run's Lightning checkpoints.
 
     Hooks work as under any other strategy: ``on_save_checkpoint`` and ``on_load_checkpoint`` get the checkpoint dict
-    and may change it. The tensors in its ``state_dict`` and ``optimizer_states`` are sharded.
+    and may change it. The tensors in the dict's ``state_dict`` and ``optimizer_states`` are sharded.
 
     Args:
         config: Options for writing and reading checkpoints.
@@ -86,12 +86,12 @@ class Checkpoints:
     # ------------------------------------------------------------------ stages
 
     def connect(self, device: torch.device) -> None:
-        """Give the plugin this rank's device and the process groups. The groups must exist."""
+        """Connect the plugin with this rank's device and the run's process groups, which must already exist."""
         thread_group = get_group("checkpoint thread", self._world.timeout) if self.config.async_save else None
         self.io.connect(self.config, device, cast(Any, self._world.control_group), thread_group)
 
     def begin_stage(self, trainer: "Trainer") -> None:
-        """Remove leftovers of earlier runs, and replace methods of the Trainer's ``ModelCheckpoint`` callbacks."""
+        """Before a fit, remove leftovers of earlier runs, and replace methods of the ``ModelCheckpoint`` callbacks."""
         self.io.wait()
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -105,7 +105,7 @@ class Checkpoints:
                 self._warn_of_second_save(callback)
 
     def end_stage(self, trainer: "Trainer") -> None:
-        """Wait for the last save, and restore the methods of the ``ModelCheckpoint`` callbacks."""
+        """Restore the methods of the ``ModelCheckpoint`` callbacks, and wait for the last save."""
         for callback in trainer.checkpoint_callbacks:
             get_ledger(trainer).put_back(callback)
         if trainer.interrupted:
@@ -133,7 +133,8 @@ class Checkpoints:
     def get_module_state(self, module: "LightningModule") -> dict[str, Any]:
         """Return the module's state for a checkpoint. Every rank must call this.
 
-        With ``CheckpointConfig(format="full")``, rank 0 has whole tensors in host memory, and other ranks have none.
+        With ``CheckpointConfig(format="full")``, the state holds whole tensors in host memory on rank 0, and is empty
+        on the other ranks.
         """
         state = module.state_dict()
         if not self.config.frozen_parameters:
@@ -141,12 +142,12 @@ class Checkpoints:
         return gather_state(state) if self.config.format == "full" else state
 
     def get_optimizer_state(self, module: "LightningModule", optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, in which parameters have names instead of numbers."""
+        """Return an optimizer's state, in which parameters are identified by names instead of numbers."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state(module, inner)
 
     def wait_for_all_ranks_to_save(self, trainer: "Trainer") -> None:
-        """Wait until all ranks save a checkpoint. If some do not, raise an error instead of hanging."""
+        """Wait until all ranks have begun to save a checkpoint. If a rank does not, raise an error rather than hang."""
         self._wait_for_all_ranks(
             trainer,
             "save a checkpoint",
@@ -157,10 +158,10 @@ class Checkpoints:
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None, module: "LightningModule"
     ) -> None:
-        """Write the checkpoint ``path`` on all ranks, and then replace an existing checkpoint of that name.
+        """Write a checkpoint on all ranks. Once it is complete, it replaces an existing checkpoint at ``path``.
 
         With ``async_save``, a checkpoint saved during a fit is complete by the time the next save begins or the fit
-        ends. Any other checkpoint is complete when this returns.
+        ends. Any other checkpoint is complete when this method returns.
         """
         trainer = module.trainer
         self._wait_for_all_ranks(
@@ -175,14 +176,14 @@ class Checkpoints:
         if not self.config.frozen_parameters:
             checkpoint[LEFT_OUT_KEY] = describe_left_out(module, checkpoint["state_dict"], self._world.control_group)
         self.saved_steps[str(path)] = checkpoint.get("global_step")
-        # outside of a fit, no later step would report a failed save, so wait for it
+        # outside of a fit, wait for the save, since no later step would report its failure
         wait = trainer.state.fn != TrainerFn.FITTING or trainer.state.status != TrainerStatus.RUNNING
         summary = self._get_summary(module)
         self.io.save_checkpoint(checkpoint, self._world.broadcast(path), storage_options, summary=summary, wait=wait)
 
     def _wait_for_all_ranks(self, trainer: "Trainer", purpose: str, remedy: str) -> None:
-        self._world.set_group_timeout(None)  # use the full timeout, since the slowest rank may write for long
-        # time out earlier than the collectives that other ranks may be waiting in
+        self._world.set_group_timeout(None)  # the full timeout, since the slowest rank may write for long
+        # fail before the timeout of collectives, in which other ranks may be waiting
         timeout = self._world.timeout / 2
         if trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)

@@ -1,4 +1,4 @@
-"""Data loaders that yield the same number of batches on all ranks, because a sharded forward needs all ranks."""
+"""Data loaders that yield the same number of batches on all ranks, as the forwards of sharded modules require."""
 
 import hashlib
 import itertools
@@ -17,7 +17,7 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     """Return a data loader that ends together with the loaders of all other data parallel ranks.
 
     Loaders with the same known length are returned unchanged. If the known lengths differ, every loader ends after the
-    shortest length. With an unknown length, the ranks ask each other before every batch whether all have one.
+    shortest length. If a length is unknown, the ranks check together, before every batch, that no rank has run out.
 
     Args:
         loader: This rank's data loader.
@@ -57,7 +57,7 @@ def get_batch_fingerprint(batch: Any) -> str:
 
 
 class _LoaderWrapper:
-    """Wrapper around a data loader that has all attributes of the loader."""
+    """Wrapper around a data loader, with all attributes of that loader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -83,10 +83,10 @@ class _ShortenedLoader(_LoaderWrapper):
 class _StatefulShortenedLoader(_ShortenedLoader):
     """Shortened loader whose position can be saved and restored.
 
-    After the last batch, its state is that of a new epoch, even if the wrapped loader has batches left.
+    After the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
-    has_global_position = False  # the position counts only this rank's batches
+    has_global_position = False  # the saved position counts only this rank's batches
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader, length)
@@ -153,9 +153,11 @@ class _LockstepLoader(_LoaderWrapper):
 
 
 class _StatefulLockstepLoader(_LockstepLoader):
-    """Lockstep loader whose saved position is after the last batch that was trained on.
+    """Lockstep loader whose saved position is just after the last batch that the model was trained on.
 
-    The wrapped loader is one batch ahead of this position, because Lightning prefetches one if the length is unknown.
+    The wrapped loader is one batch ahead of this position, because Lightning prefetches a batch if the length is
+    unknown.
+
     After the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
     """
 
@@ -186,14 +188,17 @@ class _StatefulLockstepLoader(_LockstepLoader):
 
 
 def _get_optional_length(loader: Any) -> int | None:
-    """Return the length of ``loader``, or None if it is unknown. The length of an iterable dataset is only a guess."""
+    """Return the length of ``loader``; None if it is unknown, or if it is only a guess, as for iterable datasets."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
     return _get_optional_guess(loader)
 
 
 def _get_shortest_guess(loader: Any, group: dist.ProcessGroup) -> int | None:
-    """Return the shortest length on any rank, for progress bars and ``val_check_interval``. None if one is unknown."""
+    """Return the shortest length that a rank guesses, or None if a rank has no guess.
+
+    Progress bars and ``val_check_interval`` use this length.
+    """
     guesses: list[int | None] = [None] * group.size()
     dist.all_gather_object(guesses, _get_optional_guess(loader), group=group)
     known = [guess for guess in guesses if guess is not None]

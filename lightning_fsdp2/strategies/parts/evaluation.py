@@ -28,28 +28,29 @@ class Evaluation:
         self._missing: dict[float, int] = {}
 
     def leave_inference_mode(self, trainer: Any) -> None:
-        """Make the Trainer evaluate under ``no_grad`` instead of inference mode, until its ledger undoes the change."""
+        """Make the Trainer evaluate under ``no_grad`` instead of inference mode. The Trainer's ledger reverts this."""
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             get_ledger(trainer).replace(
                 loop, "inference_mode", False, reason="parameters gathered in it could not be trained"
             )
 
     def begin_predictions(self, batches: list[int | float]) -> None:
-        """Find out how many steps this rank has to make in addition to its own, until all ranks are done.
+        """Find out how many more prediction steps other ranks make than this rank, for each data loader.
 
         Args:
             batches: This rank's number of batches from each data loader.
         """
         own = torch.tensor(batches, dtype=torch.float64)
         missing = (self._world.find_maximum(batches) - own).nan_to_num(posinf=0.0)
-        # for the last step of each data loader of this rank, the number of further steps of the other ranks
+        # key: number of this rank's steps at the end of a data loader; value: number of steps to repeat there
         self._missing = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
         self._predictions = 0
 
     def run(self, region: StepRegion, module: nn.Module, step: Callable[[], Any]) -> Any:
         """Run an evaluation step, and then free the gathered weights, since there is no backward.
 
-        Hooks may write to the weights after the step. If the weights were still gathered, only a copy would change.
+        Hooks may write to the weights after the step. If the weights were still gathered, hooks would change only a
+        copy.
         """
         with _outside_inference_mode(), region():
             output = step()
@@ -62,13 +63,13 @@ class Evaluation:
         predictions = self.run(region, module, step)
         self._predictions += 1
         for _ in range(self._missing.get(self._predictions, 0)):
-            self.run(region, module, step)  # other ranks wait for the collectives of this step
+            self.run(region, module, step)  # only for its collectives, which other ranks wait for
         return predictions
 
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Run the block under ``no_grad`` instead of inference mode, because inference tensors could not be trained."""
+    """Run the block under ``no_grad`` instead of inference mode, because a fit could not train inference tensors."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -28,9 +28,9 @@ def take_over(
     Args:
         callback: Callback whose methods are replaced.
         trainer: Trainer of the callback.
-        link: New method ``_link_checkpoint``.
-        exists: New method ``file_exists``.
-        save_at_end: Whether to save a checkpoint at the end of a fit if the last steps are not saved yet.
+        link: Replacement for the method ``_link_checkpoint``.
+        exists: Replacement for the method ``file_exists``.
+        save_at_end: Whether to save a checkpoint at the end of a fit if no checkpoint contains the last steps yet.
     """
     replace = partial(get_ledger(trainer).replace, callback)
     replace("_link_checkpoint", link, reason="the old link is removed before the new one has a target")
@@ -54,8 +54,8 @@ def take_over(
 def _save_after_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any) -> None:
     """Call Lightning's hook for the end of a batch, but only if the batch ended with an optimizer step.
 
-    Lightning's hook only looks at the number of steps, so it may save again in the micro-batches after a step.
-    This happens in resumed runs, and after an epoch whose save was postponed until the next validation.
+    Lightning's hook only looks at the number of optimizer steps, so it may save again in the micro-batches after a
+    step. It does so in resumed runs, and after an epoch whose save was postponed until the next validation.
     """
     if not is_accumulating(trainer):
         ModelCheckpoint.on_train_batch_end(callback, trainer, *args)
@@ -64,7 +64,7 @@ def _save_after_steps(callback: ModelCheckpoint, trainer: "Trainer", *args: Any)
 def _save_last_step(
     callback: ModelCheckpoint, own: Callable[..., None], trainer: "Trainer", module: "LightningModule"
 ) -> None:
-    """Call Lightning's hook for the end of an epoch. If the fit ends now, save the last steps, unless they are saved.
+    """Call Lightning's hook for the end of an epoch. In the last epoch, also save the last steps if they are unsaved.
 
     Saving in ``on_train_end`` would be too late: the epoch's scheduler updates would be part of the checkpoint, and a
     resumed run would repeat them.

@@ -34,11 +34,11 @@ def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *,
 
     Args:
         trainer: Trainer whose options are checked.
-        callbacks: Reason for the refusal and the remedy, by class of callback.
+        callbacks: Classes of callbacks to refuse, each with the reason and the remedy as text for the error message.
         traces_module: Whether loggers may trace the module.
 
     Raises:
-        ValueError: When an option does not work. The message names the first such option.
+        ValueError: When an option cannot be honoured. The message names the first such option.
     """
     refuse_callbacks(trainer, callbacks)
     check_clipping(trainer)
@@ -51,10 +51,10 @@ def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) ->
 
     Args:
         trainer: Trainer whose callbacks are checked.
-        refused: Reason for the refusal and the remedy, by class.
+        refused: Classes of callbacks to refuse, each with the reason and the remedy as text for the error message.
 
     Raises:
-        ValueError: When the Trainer has such a callback. The message names the first one.
+        ValueError: When the Trainer has such a callback. The message names the first such callback.
     """
     for callback in cast(Any, trainer).callbacks:
         for kind, reason in refused.items():
@@ -63,10 +63,10 @@ def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) ->
 
 
 def refuse_graphs(trainer: Trainer) -> None:
-    """Refuse loggers with ``log_graph=True``, because they trace the forward on one rank and it is a collective.
+    """Refuse loggers with ``log_graph=True``, because they run the forward, which is a collective, on one rank only.
 
     Raises:
-        ValueError: When the Trainer has such a logger. The message names the first one.
+        ValueError: When the Trainer has such a logger. The message names the first such logger.
     """
     for logger in cast(Any, trainer).loggers:
         if logs_graph(logger):
@@ -89,7 +89,7 @@ def check_optimizers(
         strategy: Name of the strategy, for error messages.
 
     Raises:
-        ValueError: When an optimizer has one of the refused classes, or parameters from before the module was sharded.
+        ValueError: When an optimizer is of a refused class, or holds parameters from before the module was sharded.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, refused):
@@ -103,7 +103,7 @@ def check_optimizers(
 def check_manual_optimization(module: Any) -> None:
     """Refuse parameters that belong directly to the LightningModule and are trained under manual optimisation.
 
-    These parameters are gathered only once per training step, but an optimizer may step several times in it.
+    These parameters are gathered only once per training step, but optimizers may step several times in that step.
 
     Raises:
         ValueError: When there are such parameters. The message names them.

@@ -36,7 +36,7 @@ class Resumption:
         tracking: Counter of the tokens.
 
     Attributes:
-        epoch: Epoch in which the run resumes. 0 if it does not resume, or if training has already started.
+        epoch: Epoch in which the run resumes. 0 if the run does not resume, or if training has already started.
     """
 
     def __init__(self, world: World, tracking: Tracking) -> None:
@@ -60,7 +60,8 @@ class Resumption:
     def add_to(self, checkpoint: dict[str, Any], trainer: "Trainer", device: torch.device) -> dict[str, Any]:
         """Return ``checkpoint`` with the states of all ranks added. Every rank must call this.
 
-        The progress of the fit loop is changed in place if the fit ended in the middle of an epoch.
+        If the fit ended in the middle of an epoch, the fit loop's progress in ``checkpoint`` is changed in place, so
+        that a resumed run continues the epoch.
         """
         if "loops" in checkpoint and is_epoch_cut_short(trainer):
             reopen_epoch(checkpoint["loops"]["fit_loop"])
@@ -102,7 +103,7 @@ class Resumption:
 
     def _take(self, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
         world = self._world
-        if "tracking" in states:  # older checkpoints have no token counts
+        if "tracking" in states:  # older checkpoints do not have this key
             self._tracking.set_state(states["tracking"])
         random_states, loader_states, mesh = states["random_states"], states["loader_states"], states.get("mesh")
         changed, lost = [], []
@@ -130,10 +131,10 @@ class Resumption:
     def _fits_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
         """Return whether this run can use the random states that ``ranks`` ranks saved on a mesh of the shape ``mesh``.
 
-        The ranks of one replica must have the same random state, so that dropout is the same. On a different mesh, the
-        saved states would not fulfil this.
+        The ranks of one replica must have the same random state, so that their dropout is the same. States that were
+        saved on a different mesh may break this rule.
         """
-        if mesh is None:  # older checkpoints do not name their mesh
+        if mesh is None:  # older checkpoints do not record the mesh
             return ranks == self._world.mesh.size() and self._world.replica_group.size() == 1
         return mesh == self._world.axis_sizes
 
@@ -166,7 +167,8 @@ class Resumption:
 def _has_global_positions(trainer: "Trainer") -> bool:
     """Return whether all data loaders report that their saved positions do not depend on the rank.
 
-    Comparing the states of the ranks would not show this, since counts of each rank's own batches would be equal too.
+    A comparison of the ranks' positions would not show this: if each rank counts its own batches, all counts are equal,
+    too.
     """
     loaders = [loader for loader in get_loaders(trainer) if hasattr(loader, "state_dict")]
     return all(getattr(loader, "has_global_position", False) for loader in loaders)

@@ -1,7 +1,7 @@
-"""A guard against hangs, for forwards of sharded modules outside of Trainer steps.
+"""Guard against hangs in forwards of sharded modules outside of Trainer steps.
 
-A forward of a sharded module is a collective. In a step of the Trainer, every rank runs it. In a hook or a callback,
-users may call the module under ``if trainer.is_global_zero``, and the job would hang.
+The forward of a sharded module is a collective. In a step of the Trainer, every rank runs the forward. In a hook or a
+callback, however, users may call the module under ``if trainer.is_global_zero``. The run would then hang.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,8 @@ _ALTERNATIVE = (
 class StepRegion:
     """Guard that makes a forward of a sharded module fail, instead of hang, if only some ranks call it.
 
-    Steps of the Trainer are not checked. Calling the guard returns the context manager to run a step in.
+    Forwards in steps of the Trainer are not checked. The strategy runs steps in the context manager that calling the
+    guard returns.
 
     Args:
         timeout: How long to wait for the other ranks.
@@ -57,7 +58,7 @@ class StepRegion:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Run a block that every rank enters, such as a training step, without checks of the forwards in it."""
+        """Run a block that every rank enters, such as a training step, without checking the forwards in the block."""
         self._depth += 1
         try:
             yield
@@ -83,7 +84,7 @@ class StepRegion:
     def _make_enter_hook(self, name: str) -> Callable[..., None]:
         def enter_hook(module: nn.Module, args: Any) -> None:
             is_outside = self._depth == 0 and not is_unsharded_by_user(module)
-            self._depth += 1  # count the call before any error, because the exit hook always runs
+            self._depth += 1  # count first, since the exit hook counts down even after an error here
             if is_outside:
                 wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, self._remedy)
 

@@ -47,7 +47,7 @@ class Steps:
             self.is_accumulating = False
 
     def apply_token_mean(self, module: LightningModule, *, averages_gradients: bool) -> None:
-        """Scale the gradients to those of the mean loss over the tokens of all ranks and micro-batches.
+        """Scale the gradients, so that they are those of the mean loss over the tokens of all ranks and micro-batches.
 
         Args:
             module: Module that is trained.
@@ -77,11 +77,11 @@ class Steps:
             wait_for_copies: Function that waits until a background save has copied the tensors that the step changes.
         """
         is_manual = not module.automatic_optimization
-        if is_manual and closure is do_nothing_closure:  # some optimizers never call their closure
+        if is_manual and closure is do_nothing_closure:  # finish now, as some optimizers never call their closure
             finish_gradients()
 
         def complete() -> Any:
-            # wait only after the closure, so that a background save copies tensors during forward and backward
+            # wait only after the closure, so that a background save can copy tensors during forward and backward
             output = closure()
             if is_manual and closure is not do_nothing_closure:
                 finish_gradients()

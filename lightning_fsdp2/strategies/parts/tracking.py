@@ -25,15 +25,15 @@ from lightning_fsdp2.ranks.whole_tensors import gather
 class Tracking(Callback):
     """Callback that writes one row of metrics and token counts per step to every logger, and the run's identity once.
 
-    Metrics from ``self.log`` and from callbacks arrive separately, so they are held until the step is over.
+    Metrics from ``self.log`` and from callbacks arrive separately, so the callback holds them until the step is over.
 
-    Tokens are the elements of ``batch["input_ids"]``, including padding. Ranks that read the same batch count once.
-    The sum over the ranks is only computed in steps that are logged.
+    Tokens are the elements of ``batch["input_ids"]``, including padding. A batch that several ranks read counts once.
+    The sum over the ranks is computed only in steps that are logged.
 
     Args:
-        add_up: Function that returns the sum of a number over the ranks that read different data. It is a collective on
-            the host.
-        when_complete: Function that calls its argument once the checkpoint just saved is complete.
+        add_up: Function that returns the sum of a number over the ranks that read different data. The function is a
+            collective on the host.
+        when_complete: Function that calls its argument once the most recently saved checkpoint is complete.
     """
 
     def __init__(self, add_up: Callable[[int], int], when_complete: Callable[[Callable[[], None]], None]) -> None:
@@ -90,7 +90,7 @@ class Tracking(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # until this hook, an access to the logger's experiment does not start a W&B run; later it does
+        # from this hook on, an access to a logger's experiment starts the W&B run
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
 
@@ -123,7 +123,7 @@ class Tracking(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_rows()  # write now, because the validation may take a long time
+        self._write_rows()  # write before the validation, which may take a long time
         self._count()
 
     @override
@@ -150,7 +150,7 @@ class Tracking(Callback):
 
 @dataclass
 class _Row:
-    """Metrics of the current step for one logger. They are held because the logger would write one row per call."""
+    """Metrics of the current step for one logger, held until complete, since a logger writes one row per call."""
 
     logger: Logger
     step: int | None = None
@@ -184,7 +184,7 @@ class _Row:
 def log_whole_values(module: LightningModule) -> None:
     """Make the module's ``log`` method gather sharded values, such as the norm of a sharded parameter.
 
-    If the user has replaced ``log``, it is left alone. The Trainer's ledger restores the original method.
+    A ``log`` method that the user has replaced stays as it is. The Trainer's ledger restores the original method.
     """
     if not has_own(module, "log"):
         log = partial(_log_whole, type(module).log, module)

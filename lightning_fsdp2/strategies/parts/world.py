@@ -1,4 +1,4 @@
-"""A class for the ranks of a run, with their process groups, device mesh and collectives."""
+"""Class that represents the ranks of a run, with their process groups, device mesh and collectives."""
 
 import platform
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class World:
     Attributes:
         timeout: Timeout of collectives, as given.
         group_timeout: Current timeout of the collectives of a step; :meth:`set_group_timeout` changes it.
-        sizes: Sizes of the mesh, resolved for the number of ranks. The strategy sets them before it starts the ranks.
+        sizes: Sizes of the mesh, resolved for the number of ranks. The strategy sets this before :meth:`start`.
         hosts: Host names of all ranks, in rank order.
         control_group: CPU group of all ranks, for messages that must not use the accelerator or mix with the
             collectives of a step. None before :meth:`start`, and in a simulation.
@@ -154,7 +154,7 @@ class World:
         return largest
 
     def start_maximum(self, number: int) -> Callable[[], int]:
-        """Start to find the largest ``number`` of all ranks, on the host. Return a function to get the result."""
+        """Begin to compute the maximum of ``number`` over all ranks. Return a function that waits for the result."""
         largest = torch.tensor(number)
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control_group, async_op=True)
 
