@@ -62,8 +62,8 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
     if earlier.has_half_weights != current.has_half_weights:
         old, new = ("bfloat16" if way.has_half_weights else "their original dtype" for way in (earlier, current))
         raise ValueError(
-            f"An earlier Trainer prepared the module's weights in {old}, but this Trainer needs them in {new}. Use the"
-            " same precision, or load a checkpoint into a new module."
+            f"The module's weights were kept in {old} by an earlier Trainer, but this Trainer needs them in {new}. Use"
+            " the same precision, or load a checkpoint into a new module."
         )
     for name, (old, new) in get_differences(earlier.config, current.config).items():
         raise ValueError(

@@ -214,7 +214,7 @@ def _describe_units(
 
 
 def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
-    """Return the unit of a parameter: that of the innermost module that contains the parameter and has a unit."""
+    """Return the unit of the innermost module that contains the parameter called ``name`` and has a unit."""
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]

@@ -35,7 +35,7 @@ class StepTime:
 
     @property
     def shortest(self) -> float:
-        """Step time in seconds if all collectives overlap that can."""
+        """Step time in seconds if all collectives that can overlap with computation do so."""
         return max(self.compute + self.exposed, self.overlappable)
 
     @property

@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends. Only the kernel of Linux can do so.
+    """Ask the kernel to kill this process when its parent ends. Only Linux supports this.
 
     Args:
         parent: Process id of the parent. If that process is no longer the parent, this process ends immediately.

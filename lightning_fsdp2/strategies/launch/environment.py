@@ -21,7 +21,7 @@ def get_number_of_nodes(environment: ClusterEnvironment, num_nodes: int) -> int:
     """
     if not isinstance(environment, TorchElasticEnvironment):
         return num_nodes
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", num_nodes))  # not every launcher sets it
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", num_nodes))  # not every launcher sets this
     if nodes != num_nodes:
         rank_zero_info(f"torchrun has started {nodes} node(s) instead of Trainer(num_nodes={num_nodes}).")
     return nodes

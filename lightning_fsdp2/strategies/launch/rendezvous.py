@@ -157,7 +157,7 @@ def say_who_answers(hosts: Sequence[str]) -> str:
 
 
 def _ask_others(world_size: int, answered: list[int]) -> None:
-    """Report to the store that a collective failed on this rank. Fill ``answered`` with all ranks that report so."""
+    """Report this rank's failed collective to the store. Fill ``answered`` with all ranks that report a failure."""
     store: Any = dist.group.WORLD.get_group_store()
     deadline = time.monotonic() + _PROBE_TIMEOUT.total_seconds()
     try:

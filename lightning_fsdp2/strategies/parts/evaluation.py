@@ -63,7 +63,7 @@ class Evaluation:
         predictions = self.run(region, module, step)
         self._predictions += 1
         for _ in range(self._missing.get(self._predictions, 0)):
-            self.run(region, module, step)  # only for its collectives, which other ranks wait for
+            self.run(region, module, step)  # only for the collectives, which other ranks wait for
         return predictions
 
 
