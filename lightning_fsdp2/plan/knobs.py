@@ -47,8 +47,8 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
     """Read the current settings of a run.
 
     Raises:
-        ValueError: When the parallel sizes do not fit the number of ranks, or ``batch`` holds no tensors with a common
-            first dim.
+        ValueError: When the parallel sizes do not fit the number of ranks, or the tensors of ``batch`` do not share the
+            size of their first dim.
     """
     strategy = trainer.strategy
     sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)

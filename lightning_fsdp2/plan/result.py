@@ -238,7 +238,7 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
     """Build the plan of a rank from the recording of its step.
 
     Args:
-        rank: Number of the rank.
+        rank: Rank that the plan is for.
         recording: Recording of the rank's step.
         device: Device of the rank.
         overlapped_axes: See :func:`~lightning_fsdp2.plan.timing.roofline.get_step_time`.

@@ -52,7 +52,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument has the wrong type, such as a dict as the config.
+        TypeError: When an argument has the wrong type, such as a dict for the config.
 
     Example::
 

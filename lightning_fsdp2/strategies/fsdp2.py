@@ -56,7 +56,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument has the wrong type, such as a dict as the config.
+        TypeError: When an argument has the wrong type, such as a dict for the config.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::

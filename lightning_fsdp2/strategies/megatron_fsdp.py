@@ -53,7 +53,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        TypeError: When an argument has the wrong type, such as a dict as the config.
+        TypeError: When an argument has the wrong type, such as a dict for the config.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::

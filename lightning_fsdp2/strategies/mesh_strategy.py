@@ -219,7 +219,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     @override
     def connect(self, model: "LightningModule") -> None:
         super().connect(model)
-        log_whole_values(model)  # replace `log` before `setup`, because callbacks copy it from the module earlier
+        log_whole_values(model)  # replace `log` here, because callbacks copy it from the module before `setup`
 
     @override
     def setup_environment(self) -> None:

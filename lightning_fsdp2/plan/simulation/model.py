@@ -33,8 +33,8 @@ def build_model(
         trainer: Trainer with one of this package's strategies. Its devices are ignored.
         module: Module that was built on the meta device, or that builds its model there in ``configure_model``.
         world_size: Number of ranks.
-        num_nodes: Number of nodes, which ``dp_replicate_size="auto"`` resolves to.
-        rank: Number of the rank that the block runs as.
+        num_nodes: Number of nodes. With ``dp_replicate_size="auto"``, there is one replica per node.
+        rank: Rank that the block runs as.
 
     Yields:
         The mesh that the strategy would build for these ranks.

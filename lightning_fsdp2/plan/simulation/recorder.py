@@ -310,7 +310,7 @@ class StepRecorder(TorchDispatchMode):
         self._marks.append((len(self._operations), part))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Set the category of tensors. A tensor that already has a category keeps it."""
+        """Set the category of tensors. A tensor that already has a category keeps that category."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             _set_category(self._observe(local.untyped_storage()), category)

@@ -82,8 +82,8 @@ def simulate(
             sharded in place. Neither the trainer nor the module can be used afterwards.
         batch: Micro-batch of one data parallel rank. Only the values of ``position_ids`` are used, to find documents.
         world_size: Number of ranks.
-        num_nodes: Number of nodes, which ``dp_replicate_size="auto"`` resolves to.
-        rank: Number of the rank to simulate.
+        num_nodes: Number of nodes. With ``dp_replicate_size="auto"``, there is one replica per node.
+        rank: Rank to simulate.
         change: Function that is called with ``module`` after the model is built and before it is sharded.
 
     Raises:

@@ -35,7 +35,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
     Args:
         address: Address of the store, which runs in rank 0 or in torchrun's agent.
         port: Port of the store.
-        rank: Number of this rank.
+        rank: This process's rank.
         world_size: Number of ranks to wait for.
         timeout: How long to wait for the other ranks.
         run: Values, by name, that must be the same on all ranks.

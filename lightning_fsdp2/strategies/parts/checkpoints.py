@@ -221,7 +221,7 @@ class Checkpoints:
             in_place=not is_overridden("on_load_checkpoint", module),
             weights_only=weights_only,
         )
-        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has none
+        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has no version
         self._resumption.take_from(checkpoint, module.trainer, is_fit=is_fit)
         self._left_out = checkpoint.pop(LEFT_OUT_KEY, [])
         self._loaded_path = path
