@@ -458,9 +458,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluation.run(
-            self._step_region, self.lightning_module, partial(super().validation_step, *args, **kwargs)
-        )
+        return self._evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
@@ -472,9 +470,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluation.run(
-            self._step_region, self.lightning_module, partial(super().test_step, *args, **kwargs)
-        )
+        return self._evaluate(super().test_step, *args, **kwargs)
 
     @override
     def on_test_end(self) -> None:
