@@ -22,21 +22,21 @@ class ExponentialMovingAverage(Callback):
     """Callback that keeps an exponential moving average of the trained weights.
 
     Each rank averages its own shards, without communication. An update after an optimizer step computes
-    ``average = decay * average + (1 - decay) * weight``, in float32. In the n-th update, ``decay`` is at most
-    ``(1 + n) / (10 + n)``, so that the average soon forgets the first weights. Buffers are not averaged, nor are
+    ``average = decay * average + (1 - decay) * weight``, in float32. In the n-th update, ``decay`` is capped at
+    ``(1 + n) / (10 + n)``, so that the average quickly forgets the initial weights. Buffers are not averaged, nor are
     parameters that are frozen when training starts.
 
     Validation, testing, prediction and ``HuggingFaceExport`` use the averages. Training continues with the weights
-    themselves. Checkpoints hold both. With a ``ckpt_path``, ``validate``, ``test`` and ``predict`` use the averages of
-    that checkpoint.
+    themselves. Checkpoints hold both the weights and the averages. With a ``ckpt_path``, ``validate``, ``test`` and
+    ``predict`` use the averages in that checkpoint.
 
     Args:
         decay: Weight of the old average, between 0 and 1.
         every_n_steps: Number of optimizer steps between updates.
 
     Raises:
-        ValueError: When an argument is out of range, or when the averages in a checkpoint are not those of the trained
-            parameters.
+        ValueError: When an argument is out of range, or when a checkpoint holds averages of parameters other than those
+            that this run trains.
     """
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
@@ -48,14 +48,14 @@ class ExponentialMovingAverage(Callback):
         self.every_n_steps = every_n_steps
         self.averages: dict[str, Tensor] = {}
         """Averages by parameter name: float32, sharded like the parameters."""
-        self._module: LightningModule | None = None  # the module whose weights are averaged
+        self._module: LightningModule | None = None  # module whose weights are averaged
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
-        self._replaced: list[tuple[Tensor, Tensor]] = []  # shards that hold averages now, with the weights to restore
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = (
-            None  # cached, since finding them takes one operation per shard
-        )
+        # each shard whose weights are replaced by averages at the moment, with a copy of these weights
+        self._replaced: list[tuple[Tensor, Tensor]] = []
+        # the result of `_pair`, cached because finding the shards takes one operation per shard
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {_WEIGHTS: self.averages, _UPDATES: self._updates}
@@ -71,8 +71,9 @@ class ExponentialMovingAverage(Callback):
         if self._loaded is not None:
             if changed := self._loaded.keys() ^ trained.keys():
                 raise ValueError(
-                    "The moving average in the checkpoint is not for the parameters that this run trains. They differ"
-                    f" in {list_names(changed)}. Train the same parameters, or load only the checkpoint's weights."
+                    "The parameters with a moving average in the checkpoint and the parameters that this run trains"
+                    f" differ in {list_names(changed)}. Train the same parameters, or load only the checkpoint's"
+                    " weights."
                 )
             self._take_loaded(pl_module)
         elif self._module is not pl_module or self.averages.keys() != trained.keys():
@@ -136,13 +137,13 @@ class ExponentialMovingAverage(Callback):
 
     @torch.no_grad()
     def _take_out(self) -> None:
-        # do not look parameters up by name: after an error, the module may hold all-gathered weights
+        # do not look up parameters by name: after an error, the names may belong to all-gathered weights
         replaced, self._replaced = self._replaced, []
         for weight, own in replaced:
             weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loaded is not None:  # the evaluated checkpoint has averages
+        if self._loaded is not None:  # the checkpoint to evaluate holds averages
             self._take_loaded(pl_module)
         elif trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
             self._module = None  # the module's weights now come from a checkpoint without averages

@@ -16,21 +16,21 @@ _DESTINATION = "TORCH_FR_DUMP_TEMP_FILE"
 class FlightRecorder(Callback):
     """Callback that writes the last collectives of every rank to files if a run fails in a collective.
 
-    The files are next to the run's other files. torch always keeps the last 2,000 collectives of each rank. To keep
-    another number, set ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment, because torch reads this variable when
-    the first process group is created.
+    By default, the files are next to the run's other files. torch always keeps the last 2,000 collectives of each rank.
+    To keep a different number, set ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment, because torch reads this
+    variable when it creates the first process group.
 
-    NCCL's watchdog writes the collectives of NCCL to ``nccl_rank_<r>``. Without this callback, that file would be in
-    the home directory of each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` shows which rank was missing in
-    which collective (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
+    NCCL's watchdog writes NCCL's collectives to ``nccl_rank_<r>``. Without this callback, the watchdog would write this
+    file to the home directory on each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` shows which rank was missing
+    in which collective (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
 
     Gloo's collectives, which work on host tensors, are written to ``gloo_rank_<r>.json`` when a ``RuntimeError`` ends
-    the fit. The last entries show what the rank was doing, with the lines of code.
+    the fit. The last entries show what the rank was doing, and in which lines of code.
 
     Args:
-        dirpath: Directory for the files of all nodes. None for the directory of the path in the environment variable
-            ``TORCH_FR_DUMP_TEMP_FILE`` or, if that is not set, for ``flight_records`` in the directory of the logger or
-            the Trainer's ``default_root_dir``.
+        dirpath: Directory for the files of all nodes. None uses the directory of the path in the environment variable
+            ``TORCH_FR_DUMP_TEMP_FILE``. If this variable is not set, None uses ``flight_records`` in the directory of
+            the logger or, without one, the Trainer's ``default_root_dir``.
     """
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
@@ -47,9 +47,8 @@ class FlightRecorder(Callback):
             self._folder = Path(self._replaced).parent
         else:
             self._folder = Path(self.dirpath or Path(root) / "flight_records").resolve()
-            os.environ[_DESTINATION] = str(
-                self._folder / "nccl_rank_"
-            )  # torch reads the variable when it first writes a file
+            # this is early enough, because torch reads the variable only when it first writes a file
+            os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -59,7 +58,7 @@ class FlightRecorder(Callback):
             rank_zero_info(f"FlightRecorder: {self._folder} has the last collectives of each rank.")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning does not call `teardown` after an exception, so the watchdog can still write to the folder
+        # Lightning does not call `teardown` after an exception, so the watchdog can still use the variable
         self._folder = None
         if self._replaced is None:
             os.environ.pop(_DESTINATION, None)

@@ -9,13 +9,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 class GarbageCollection(Callback):
     """Callback that collects garbage at the same step on all ranks, and at no other time during training.
 
-    Python's collector starts whenever enough objects have been created. This happens in a different step on each rank,
-    and all other ranks wait for that rank in the next collective. The idea comes from torchtitan
-    (https://github.com/pytorch/torchtitan, ``tools/utils.py``).
+    Python's garbage collector starts whenever enough objects have been created. This happens at different steps on
+    different ranks, and each time, all other ranks wait in the next collective for the rank that is collecting. The
+    idea comes from torchtitan (https://github.com/pytorch/torchtitan, ``tools/utils.py``).
 
     Args:
         every_n_batches: Number of training batches between collections.
-        generation: Oldest generation to collect, 0 to 2; 2 examines all objects, which takes a long time.
+        generation: Oldest generation to collect, 0 to 2. Generation 2 includes all objects and takes a long time.
 
     Raises:
         ValueError: When an argument is out of range.

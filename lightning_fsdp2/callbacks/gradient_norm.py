@@ -14,9 +14,9 @@ from lightning_fsdp2.parallel.data.gradients import get_total_norm
 class GradientNorm(Callback):
     """Callback that logs ``gradients/norm``, the norm of all gradients before clipping, on the Trainer's logging steps.
 
-    If the Trainer clips by norm under a strategy of this package, clipping computes this norm anyway, and the callback
-    reuses it. Otherwise, the callback computes the norm on logging steps. Under manual optimisation, it logs the norm
-    that the last call of ``self.clip_gradients`` computed.
+    If the Trainer clips by norm under a strategy of this package, the callback reuses the norm that clipping computes.
+    Otherwise, the callback computes the norm on logging steps. Under manual optimisation, it logs the norm that the
+    last call of ``self.clip_gradients`` computed.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class GradientNorm(Callback):
             log_metrics(trainer, {"gradients/norm": float(norm)})
 
     def measure(self, optimizer: Optimizer) -> Tensor:
-        """Return the norm of the gradients that ``optimizer`` is about to use. Every rank must call it.
+        """Return the norm of the gradients that ``optimizer`` is about to use. Every rank must call this.
 
-        The norm is computed once per batch.
+        Further calls for the same batch return the norm from the first call.
 
         Returns:
             [] float32, on the device.
@@ -59,7 +59,7 @@ class GradientNorm(Callback):
 def must_measure(trainer: Trainer) -> bool:
     """Return whether this is a logging step for which a callback must compute the gradient norm itself.
 
-    This is not necessary if clipping reports the norm.
+    A callback does not compute the norm if clipping reports it, or under manual optimisation.
     """
     return trainer.lightning_module.automatic_optimization and is_logging_step(trainer) and not reports_norm(trainer)
 
@@ -71,7 +71,7 @@ def reports_norm(trainer: Trainer) -> bool:
 
 
 def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
-    """Register ``observer``, to be called with the norm whenever gradients are clipped by norm.
+    """Register the function ``observer``, which is then called with the gradient norm at every clipping by norm.
 
     The norm is a tensor on the device.
     """
@@ -81,6 +81,6 @@ def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> No
 
 
 def ignore_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
-    """Remove an ``observer`` that :func:`observe_clipping` has registered, if there is one."""
+    """Remove the function ``observer`` if :func:`observe_clipping` has registered it."""
     if observer in getattr(trainer.precision_plugin, "norm_observers", ()):
         cast(Any, trainer.precision_plugin).norm_observers.remove(observer)

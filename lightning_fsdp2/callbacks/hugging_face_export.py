@@ -25,12 +25,12 @@ class HuggingFaceExport(Callback):
 
     Nothing is written with ``fast_dev_run``, or when training ends with an error. After an error, export a checkpoint
     instead. A job that resumes another job (``ckpt_path``) needs ``overwrite=True`` or a directory of its own, because
-    the first job has exported too.
+    the first job has already exported its model.
 
     Args:
         dirpath: Directory to write. None for ``huggingface`` in the directory of the logger or, without one, the
             Trainer's ``default_root_dir``.
-        model: Path of the model in the LightningModule, such as ``"student"``, if it holds several.
+        model: Path of the model in the LightningModule, such as ``"student"``, if the LightningModule holds several.
         tokenizer: Directory or hub id of a tokenizer to save with the model. None for the data module's ``tokenizer``
             if that is a transformers tokenizer, else the tokenizer of the pretrained model.
         dtype: Dtype of the written weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. None keeps the dtype of
@@ -77,9 +77,10 @@ class HuggingFaceExport(Callback):
         self._options: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # check all this before training, so that a long run does not end with an error
+        # check the directory before training, so that a long run does not end with an error
         if stage == "fit":
-            root = trainer.log_dir or trainer.default_root_dir  # all ranks get rank 0's `log_dir`
+            # all ranks must read `log_dir`, because Lightning broadcasts it from rank 0
+            root = trainer.log_dir or trainer.default_root_dir
             out = Path(self.dirpath or Path(root) / "huggingface").resolve()
             on_first_rank(lambda: check_free(out, self.overwrite))
             if not _is_dry_run(trainer):
@@ -109,7 +110,7 @@ def _is_dry_run(trainer: Trainer) -> bool:
 
 
 def _get_optional_tokenizer(trainer: Trainer) -> Any:
-    """Return the data module's tokenizer, if transformers can save it."""
+    """Return the data module's tokenizer if transformers can save it. Otherwise, warn and return None."""
     tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
     if tokenizer is None or isinstance(tokenizer, str | Path) or hasattr(tokenizer, "save_pretrained"):
         return tokenizer

@@ -11,9 +11,9 @@ from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
 class LearningRates(Callback):
     """Callback that logs each parameter group's learning rate as ``learning_rate/group_<i>``, on logging steps.
 
-    With several optimizers, the names are ``learning_rate/optimizer_<i>/group_<j>``. The logged rate is the one that
-    the step itself used. Lightning's ``LearningRateMonitor`` logs the rate of the next step, and logs nothing without a
-    schedule.
+    With several optimizers, the names are ``learning_rate/optimizer_<i>/group_<j>``. The logged rate is the rate that
+    the step itself used. In contrast, Lightning's ``LearningRateMonitor`` logs the rate of the next step, and logs
+    nothing if there is no scheduler.
     """
 
     def __init__(self) -> None:

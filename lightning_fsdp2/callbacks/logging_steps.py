@@ -12,7 +12,7 @@ from lightning_fsdp2.compat.lightning import get_logged_step, is_accumulating, l
 def is_logging_step(trainer: Trainer) -> bool:
     """Return whether the current batch is the last micro-batch of a step that the Trainer logs.
 
-    Callbacks communicate and wait for the device on these steps only.
+    Callbacks communicate between ranks and wait for the device only in such a batch.
     """
     return is_of_logging_step(trainer) and not is_accumulating(trainer)
 
@@ -23,11 +23,11 @@ def is_of_logging_step(trainer: Trainer) -> bool:
 
 
 def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tensor:
-    """Gather a few numbers of every rank, in one collective and one wait for the device. All ranks must call it.
+    """Gather a few numbers from every rank, with one collective and one wait for the device. All ranks must call this.
 
     Args:
         trainer: Trainer of the run.
-        numbers: This rank's numbers; scalars, on the host or any device.
+        numbers: This rank's numbers, as Python numbers or as scalar tensors on any device.
 
     Returns:
         [ranks, numbers] float64, in host memory.
@@ -41,7 +41,7 @@ def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tenso
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Pass metrics of the current step to the loggers, and to callbacks that monitor a metric.
 
-    ``self.log`` would keep the metrics as tensors, and Lightning would read these tensors again after every batch.
+    ``self.log`` would keep the metrics as tensors, and Lightning would then read these tensors after every batch.
     """
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=get_logged_step(trainer))

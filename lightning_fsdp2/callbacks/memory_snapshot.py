@@ -12,19 +12,19 @@ from lightning_fsdp2.compat.torch import dump_memory_snapshot, record_memory_his
 
 
 class MemorySnapshot(Callback):
-    """Callback that writes the history of GPU memory when memory runs out, and after a given step.
+    """Callback that writes the history of GPU memory allocations to files when memory runs out, and after a given step.
 
-    Open the files at https://pytorch.org/memory_viz. Use this callback only to investigate memory, because recording
-    the stack of every allocation takes time on the host.
+    Open the files at https://pytorch.org/memory_viz. Use this callback only to investigate memory use, because
+    recording the call stack of every allocation takes time on the host.
 
     Args:
         dirpath: Directory for ``step<n>-rank<r>.pickle`` and ``out-of-memory-rank<r>.pickle``. None for ``memory`` in
             the directory of the logger or, without one, the Trainer's ``default_root_dir``.
-        at_step: Number of optimizer steps after which a snapshot is written. None writes one only when memory runs
-            out.
+        at_step: Number of optimizer steps after which a snapshot is written. None writes a snapshot only when memory
+            runs out.
 
     Raises:
-        ValueError: When ``at_step`` is below 1, or the run is not on GPUs.
+        ValueError: When ``at_step`` is below 1, or when the run is not on GPUs.
     """
 
     def __init__(self, dirpath: str | Path | None = None, at_step: int | None = None) -> None:

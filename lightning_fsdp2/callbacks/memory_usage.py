@@ -15,13 +15,13 @@ _GIB = 2**30
 class MemoryUsage(Callback):
     """Callback that logs memory use on the Trainer's logging steps: the highest value over all ranks for each metric.
 
-    On an accelerator, ``memory/allocated_gib`` is the memory of tensors. ``memory/reserved_gib`` is the memory that
-    torch has reserved on the device, which is what other tools show. Both are peaks since the last logging step, in
-    GiB. ``memory/reserved_share`` is the reserved fraction of the device's memory. ``memory/allocation_retries`` and
-    ``memory/out_of_memory`` count events since the start of the process. Each retry waits for the device and frees
-    cached memory.
+    On an accelerator, ``memory/allocated_gib`` is the memory that tensors occupy. ``memory/reserved_gib`` is the memory
+    that torch has reserved on the device, which is roughly what tools such as ``nvidia-smi`` show. Both are peaks since
+    the last logging step, in GiB. ``memory/reserved_share`` is the reserved fraction of the device's memory.
+    ``memory/allocation_retries`` and ``memory/out_of_memory`` are the numbers of retried allocations and of
+    out-of-memory errors since the start of the process. Each retry waits for the device and frees cached memory.
 
-    On a CPU, only ``memory/process_gib`` is logged, the peak memory of the process in GiB.
+    On a CPU, the only metric is ``memory/process_gib``, the peak memory of the process in GiB.
     """
 
     def __init__(self) -> None:

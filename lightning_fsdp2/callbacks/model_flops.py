@@ -64,7 +64,7 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
-    """Return the peak speed of the device with this CUDA name; see :func:`get_peak_flops`.
+    """Return the peak speed of a device, given its CUDA name; see :func:`get_peak_flops`.
 
     Raises:
         ValueError: When the peak is not known.
@@ -72,7 +72,7 @@ def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
     words = set(re.split(r"[\s-]", name.lower()))
     peaks = next((peaks for part, peaks in _PEAKS.items() if words.issuperset(part.split())), None)
     if peaks is None or words & _OTHER_DEVICES or dtype not in _DTYPES:
-        raise ValueError(f"the peak of {name!r} in {str(dtype).removeprefix('torch.')} is not known")
+        raise ValueError(f"the peak speed of {name!r} in {str(dtype).removeprefix('torch.')} is not known")
     half, tensor_float, single = peaks
     if dtype != torch.float32:
         return half * 1e12
@@ -80,20 +80,20 @@ def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
 
 
 def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
-    """Return the floating-point operations that one token takes in forward and backward.
+    """Return the number of floating-point operations that one token takes in forward and backward.
 
-    The result is 6 N + 6 T · (sum over layers of H (d_key + d_value)). This is the formula in appendix B of the PaLM
-    paper (https://arxiv.org/abs/2204.02311). There, keys and values have the same size Q, and the formula is
-    6 N + 12 L H Q T for L layers.
+    The result is 6 N + 6 T · (sum over layers of H (d_key + d_value)). This generalises the formula in appendix B of
+    the PaLM paper (https://arxiv.org/abs/2204.02311), which is 6 N + 12 L H Q T for L layers whose keys and values have
+    the same size Q.
 
     * N is the number of parameters that a token is multiplied by. The input embedding does not count, unless it is also
-      the head. Only those experts count that a token is routed to. A frozen weight counts as two thirds, since it gets
-      no gradient.
-    * T is the sequence length, or the attention window in a layer that has one.
+      the head. Of a layer's experts, N includes only as many as a token is routed to. A frozen weight counts as two
+      thirds, since it gets no gradient.
+    * T is the sequence length, or the layer's attention window if that is shorter.
     * H is the number of attention heads, and d_key and d_value are the sizes of a key and a value.
 
-    Nothing is subtracted for causal attention or for attention within documents. The result is meant for model FLOPs
-    utilisation (MFU), so recomputation by activation checkpointing does not count.
+    Masks are ignored: causal attention and attention within documents count as full attention. The result is meant for
+    model FLOPs utilisation (MFU), so recomputation by activation checkpointing does not count.
 
     Args:
         module: Module that holds one Hugging Face language model; sharded parameters count in full.
@@ -113,7 +113,7 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
 
 
 def _count_products(parts: ModelParts, config: Any) -> float:
-    """Return the operations of matrix products per token: 6 for each trained and 4 for each frozen parameter."""
+    """Return the operations per token in matrix products: 6 for each trained parameter, 4 for each frozen one."""
     model = parts.module
     if parts.embedding is None or parts.head is None:
         raise ValueError(f"{type(model).__name__} is not a language model with an input embedding and a head")
@@ -123,7 +123,7 @@ def _count_products(parts: ModelParts, config: Any) -> float:
     number, share = _get_experts(config)
     experts = [p for p in matrices if number > 1 and p.ndim == 3 and p.size(0) == number]
     if number > 1 and not experts:
-        raise ValueError(f"the {number} experts of {type(config).__name__} were not found among its parameters")
+        raise ValueError(f"the {number} experts of {type(config).__name__} were not found among the model's parameters")
     in_experts = {id(parameter) for parameter in experts}
     return sum((6 if p.requires_grad else 4) * p.numel() * (share if id(p) in in_experts else 1) for p in matrices)
 
@@ -142,7 +142,9 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     default = "sliding_attention" if slides else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     if unknown := set(kinds) - _WINDOWS.keys():
-        raise ValueError(f"{type(config).__name__} has layers of type {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"{type(config).__name__} has layers of type {', '.join(sorted(unknown))}, whose operations are not known"
+        )
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     width = (getattr(config, "qk_head_dim", None) or size) + (getattr(config, "v_head_dim", None) or size)

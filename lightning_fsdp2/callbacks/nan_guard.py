@@ -1,4 +1,4 @@
-"""Callback that stops a run before NaN or infinite gradients can spoil its weights."""
+"""Callback that stops a run before NaN or infinite gradients can spoil the weights."""
 
 import math
 from typing import Any, cast
@@ -24,15 +24,15 @@ _REMEDY = (
 
 
 class NaNGuard(Callback):
-    """Callback that stops all ranks before an optimizer step if its loss or gradients are NaN or infinite.
+    """Callback that stops all ranks before an optimizer step if the loss or the gradients are NaN or infinite.
 
     It checks the gradient norm that clipping computes (``Trainer(gradient_clip_val=...)``) and, for modules that train
     with :func:`~lightning_fsdp2.token_mean_loss`, the mean loss. Every step computes these values anyway. They are the
     same on every rank, so all ranks stop in the same step. Without clipping by norm, gradients are checked only on the
     Trainer's logging steps.
 
-    The host does not wait for the device. On an accelerator, the run ends with a device-side assertion. The next call
-    that waits for the device raises the error, and the message is on stderr. torchtitan does the same
+    The check does not make the host wait for the device. On an accelerator, the run ends with a device-side assertion.
+    The next call that waits for the device raises the error, and the message is on stderr. torchtitan does the same
     (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU, the error is raised at once.
 
     Raises:
@@ -68,5 +68,5 @@ class NaNGuard(Callback):
         self._check("norm of the gradients", norm)
 
     def _check(self, name: str, value: Tensor) -> None:
-        # one comparison is enough: it is false for NaN, and neither value can be minus infinity
+        # this comparison is false for NaN too, and neither the loss nor the norm can be minus infinity
         assert_async(value < math.inf, f"NaNGuard: the {name} of step {self._step} is not finite. {_REMEDY}")

@@ -27,9 +27,9 @@ from lightning_fsdp2.compat.lightning import (
 )
 
 _BEFORE_SIGTERM = 128
-"""Number added to signals other than SIGTERM, so that they win over SIGTERM.
+"""Number added to signals other than SIGTERM, so that the maximum over all ranks prefers them to SIGTERM.
 
-After SIGTERM, a SLURM job would not be queued again.
+After SIGTERM, a SLURM job is not queued again.
 """
 
 
@@ -38,26 +38,27 @@ class Preemption(Callback):
 
     Schedulers announce the end of a job with a signal: SLURM with the signal of ``sbatch --signal``, Kubernetes and
     torchrun with SIGTERM. The signal may come at any moment, and may reach only some of the processes. The signal
-    handler only records it, and the ranks tell each other in the next optimizer step. After that step they save the
-    ``last.ckpt`` of ``ModelCheckpoint``, and exit once the checkpoint is on disk. To resume, run the same command with
-    ``--ckpt_path last``.
+    handler only records it. During the next optimizer step, the ranks tell each other whether they have received a
+    signal. After that step, they save the ``last.ckpt`` of ``ModelCheckpoint``, and exit once the checkpoint is on
+    disk. To resume, run the same command with ``--ckpt_path last``.
 
-    If the signal comes during validation, the validation stops after its next batch, and the resumed run starts it
-    again. If the run has already made its last step, it saves and ends normally. If it has made no step, it saves
-    nothing.
+    If the signal comes during validation, the validation stops after its next batch, and the resumed run repeats the
+    validation. If the run has already made its last step, it saves and ends normally. If the run has not made a step
+    yet, it saves nothing.
 
-    The strategies of this package add a ``Preemption`` with the defaults to every fit that has none. The ranks exchange
-    one number per step, on the host and while the optimizer runs. This replaces a broadcast of Lightning, which makes
-    the host wait for the device in every micro-batch, and hangs if only one rank receives the signal
+    The strategies of this package add a ``Preemption`` with default arguments to every fit that has none. The ranks
+    exchange one number per step, on the host and while the optimizer runs. This replaces a broadcast of Lightning,
+    which makes the host wait for the device in every micro-batch, and hangs if only one rank receives the signal
     (https://github.com/Lightning-AI/pytorch-lightning/issues/21487).
 
-    With Lightning's SLURM environment and its ``auto_requeue``, ``requeue_signal`` is one of the signals. After that
-    signal, rank 0 queues the job again, and the new job finds the checkpoint without a ``ckpt_path``.
+    With Lightning's ``SLURMEnvironment(auto_requeue=True)``, the environment's ``requeue_signal`` is handled too. After
+    this signal, rank 0 queues the job again, and the new job finds the checkpoint without a ``ckpt_path``.
 
     Args:
-        signals: Names of the signals besides SIGTERM. A signal that the program handles itself is left to the program.
-        exit_code: Exit code of all ranks. None for 128 plus the number of the signal, which is the exit code of a
-            process killed by that signal.
+        signals: Names of the signals to handle besides SIGTERM. If the program has its own handler for one of these
+            signals, that handler stays in place.
+        exit_code: Exit code of all ranks. None for 128 plus the number of the signal, as shells report a process that a
+            signal has killed.
 
     Raises:
         ValueError: When a signal or the exit code is invalid, or when the strategy is not one of this package.
@@ -108,9 +109,11 @@ class Preemption(Callback):
     def _end_batch(self, trainer: Trainer) -> None:
         """Save and leave the fit after an optimizer step, if any rank has received a signal.
 
-        The hook `on_train_batch_end` would be too early: other callbacks and the batch's metrics come after it.
+        The hook ``on_train_batch_end`` would be too early, because other callbacks and the logging of metrics run after
+        it.
         """
-        if trainer.global_step != self._step:  # only after a step: checkpoints hold no accumulated gradients
+        # leave only after an optimizer step, because checkpoints hold no accumulated gradients
+        if trainer.global_step != self._step:
             self._step = trainer.global_step
             self._leave_if_told(trainer)
 
@@ -155,7 +158,7 @@ class Preemption(Callback):
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
         if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:
-            return 0  # Lightning's launcher, in rank 0, would treat any other code as a crash
+            return 0  # Lightning's launcher, which runs in rank 0, would treat any other exit code as a crash
         return 128 + signum if self.exit_code is None else self.exit_code
 
     # ------------------------------------------------------------------ signals
@@ -165,7 +168,8 @@ class Preemption(Callback):
 
         Lightning restores all handlers after the fit.
         """
-        if threading.current_thread() is threading.main_thread():  # Python allows this only in the main thread
+        # Python lets only the main thread install signal handlers
+        if threading.current_thread() is threading.main_thread():
             for name in self.signals:
                 if signal.getsignal(signal.Signals[name]) in (None, signal.SIG_DFL):
                     signal.signal(signal.Signals[name], self._note)
@@ -173,7 +177,7 @@ class Preemption(Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self._received = max(self._received, number + (_BEFORE_SIGTERM if number != signal.SIGTERM else 0))
-        else:  # let the signal end a process that was forked from this one
+        else:  # this process was forked from a rank, so let the signal end it
             die_of(number)
 
 
@@ -205,9 +209,10 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:
-    """Link the last checkpoint to the place where Lightning on SLURM looks for one without a ``ckpt_path``.
+    """Put a link to the last checkpoint where Lightning on SLURM looks for a checkpoint if there is no ``ckpt_path``.
 
-    The link also leads to a later checkpoint with the same path. Remote checkpoints are saved twice instead.
+    The link stays valid if a later checkpoint replaces the last one at the same path. In an object store, the
+    checkpoint is saved a second time instead.
     """
     place = get_slurm_checkpoint_path(trainer)
     if is_local(get_path(path)) and is_local(get_path(place)):

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-_BACKENDS = {"gloo", "nccl"}  # torch 2.11 to 2.15 can change the timeout of these backends
+_BACKENDS = {"gloo", "nccl"}  # backends whose timeout torch 2.11 to 2.15 can change
 
 
 class ProcessGroupTimeout(Callback):
     """Callback that gives the collectives of training steps a shorter timeout than all other collectives.
 
-    A collective of a training step takes seconds. If it takes minutes, a rank is lost. Other collectives may have good
-    reasons to wait longer, such as data that rank 0 prepares, compilation or a slow disk. They keep the strategy's
-    ``timeout``, which is half an hour by default. The idea comes from torchtitan
+    A collective of a training step takes seconds. If it takes minutes, another rank has failed or hangs. Other
+    collectives may have good reasons to wait longer, such as data that rank 0 prepares, compilation or a slow disk.
+    They keep the strategy's ``timeout``, which is half an hour by default. The idea comes from torchtitan
     (https://github.com/pytorch/torchtitan, ``trainer.py``).
 
     The short timeout starts with the second optimizer step of a fit. It does not apply during validation, while a

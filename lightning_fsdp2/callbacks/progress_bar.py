@@ -18,12 +18,12 @@ _BAR_WIDTH = 6
 class TrainingProgressBar(RichProgressBar):
     """Progress bar like Lightning's ``RichProgressBar`` that also shows tokens per second, MFU and memory.
 
-    These three values come from the callbacks ``Throughput`` and ``MemoryUsage``, if the Trainer has them. Values
-    change only after the Trainer's logging steps, so that the bar never waits for the device in between.
+    These three values come from the callbacks ``Throughput`` and ``MemoryUsage``, if the Trainer has them. The bar
+    updates its values only after the Trainer's logging steps, so that it does not wait for the device in other steps.
 
     Args:
-        refresh_rate: Number of times that the bar is drawn per second; 0 draws no bar.
-        leave: Whether the bar of an epoch stays on the screen.
+        refresh_rate: Number of times per second that the bar is drawn; 0 draws no bar.
+        leave: Whether the bar of an epoch stays on the screen after the epoch.
     """
 
     def __init__(self, refresh_rate: int = 4, leave: bool = False) -> None:
@@ -33,7 +33,7 @@ class TrainingProgressBar(RichProgressBar):
 
     @override
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        # with Lightning's own widths, metrics would wrap into lines of one word each
+        # with Lightning's column widths, the metrics would wrap into lines of one word each
         description, bar, batches, *_ = super().configure_columns(trainer)
         bar.bar_width = _BAR_WIDTH
         return [description, bar, batches, TimeRemainingColumn()]
@@ -52,7 +52,7 @@ class TrainingProgressBar(RichProgressBar):
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:
-        # Lightning writes "Epoch 0/-2" if `max_steps` ends the run
+        # Lightning would write "Epoch 0/-2" if `max_steps` ends the run
         return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -18,17 +18,17 @@ _INITIAL_LOSS = "initial_loss"
 
 
 class RunReport(Callback):
-    """Callback that reports loss, speed and checkpoints at the end of a run, how to resume it, and a sample of text.
+    """Callback that reports a run's loss, speed and checkpoints at its end, how to resume it, and a sample of text.
 
     The validation loss is reported before and after training. The loss before training comes from the Trainer's sanity
     check; set ``num_sanity_val_steps=-1`` to use the whole validation set. The speed is in tokens per second, as
     measured by the Trainer's ``Throughput``. The sample uses the averaged weights if the Trainer has an
-    ``ExponentialMovingAverage``. The report is written once, to Lightning's own log.
+    ``ExponentialMovingAverage``. Rank 0 writes the report to Lightning's own log.
 
     Args:
         monitor: Name of the logged validation loss.
-        prompt: Text that the model continues; None writes no sample. A sample gathers the whole model on every rank,
-            and needs a data module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
+        prompt: Text that the model continues; None writes no sample. Writing a sample gathers the whole model on every
+            rank, and needs a data module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
         max_new_tokens: Largest number of tokens in the sample.
         temperature: Temperature of sampling; 0 takes the likeliest token each time.
     """
@@ -92,7 +92,7 @@ class RunReport(Callback):
         rank_zero_info("\n".join(lines))
 
     def _write_sample(self, trainer: Any, pl_module: Any) -> str:
-        """Generate a sample. All ranks take part and generate the same text, since each holds only some weights."""
+        """Generate a sample. Each rank holds only some weights, so all ranks take part and generate the same text."""
         tokenizer = trainer.datamodule.tokenizer
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=pl_module.device)
         was_training = pl_module.training
@@ -113,7 +113,7 @@ class RunReport(Callback):
 
 
 def _describe_checkpoints(trainer: Any) -> list[str]:
-    """Return the lines of the report about the checkpoints that are kept, the last checkpoint first."""
+    """Return one line of the report for each checkpoint that was kept, the last checkpoint first."""
     steps: dict[str, int] = getattr(trainer.strategy, "saved_steps", {})
     lines = []
     for callback in trainer.checkpoint_callbacks:
@@ -125,7 +125,7 @@ def _describe_checkpoints(trainer: Any) -> list[str]:
 
 
 def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
-    """Return the command that resumes from the last checkpoint or, for a user's own script, the call to write in it.
+    """Return the command that resumes from the last checkpoint. For a user's own script, return the call to use in it.
 
     Args:
         checkpoint: Path of the checkpoint.
@@ -153,9 +153,9 @@ def _get_launcher() -> list[str]:
 
 
 def _get_raised_limits(trainer: Trainer) -> dict[str, int]:
-    """Return ``max_steps`` or ``max_epochs``, whichever ended the run, with twice its value.
+    """Return the limit that ended the run, ``max_steps`` or ``max_epochs``, as a dict from its name to twice its value.
 
-    The result is empty if a time limit or a metric ended the run.
+    The dict is empty if a time limit or a metric ended the run.
     """
     max_epochs = trainer.max_epochs or -1
     if 0 < trainer.max_steps <= trainer.global_step:

@@ -15,32 +15,36 @@ from lightning_fsdp2.compat.lightning import ignore_fetches, is_accumulating, wa
 
 
 class Throughput(Callback):
-    """Callback that logs the speed of training since the last logging step, on the Trainer's logging steps.
+    """Callback that logs, on the Trainer's logging steps, the speed of training since the previous logging step.
 
     The metrics are ``throughput/tokens_per_second``, ``throughput/tokens_per_second_per_device``,
-    ``throughput/step_seconds``, ``throughput/data_share``, ``throughput/tflops_per_device`` and ``throughput/mfu``. The
-    time of validation does not count.
+    ``throughput/step_seconds``, ``throughput/data_share``, ``throughput/tflops_per_device`` and ``throughput/mfu``.
+    Time spent on validation does not count.
 
-    ``data_share`` is the fraction of the time in which the slowest rank waited for its data loader. It does not include
-    the copy to the device: from pinned memory, the copy takes the host no time; otherwise it waits for earlier steps.
+    ``data_share`` is the fraction of the time that a rank waited for its data loader, on the rank that waited longest.
+    The copy to the device is not included. From pinned memory, this copy takes the host no time. From other memory, the
+    copy waits for earlier steps.
 
     Tokens are the elements of ``batch["input_ids"]``, including padding. A batch that several tensor or context
     parallel ranks read counts once.
 
     MFU, the model FLOPs utilisation (https://arxiv.org/abs/2204.02311), is tokens per second x operations per token /
-    (devices x peak of a device). For operations per token, see
-    :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If the operations or the peak are not known, MFU
-    is not logged, and a message gives the reason once.
+    (number of devices x peak speed of a device). For operations per token, see
+    :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If the operations or the peak speed are not
+    known, MFU is not logged, and a message gives the reason once.
 
     Args:
-        flops_per_token: Floating-point operations of one token, forward and backward. None counts them in the model.
-        peak_flops: Peak of a device, in operations per second without sparsity. None takes it from a table.
+        flops_per_token: Number of floating-point operations per token, in forward and backward. None derives it from
+            the model.
+        peak_flops: Peak speed of a device, in operations per second without sparsity. None takes it from a table.
     """
 
     def __init__(self, flops_per_token: float | None = None, peak_flops: float | None = None) -> None:
         for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
             if value is not None and value <= 0:
-                raise ValueError(f"Throughput({name}={value}) must be positive; leave it out to have it looked up.")
+                raise ValueError(
+                    f"Throughput({name}={value}) must be positive; omit it to have it determined automatically."
+                )
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self.latest: dict[str, float] = {}
@@ -118,13 +122,12 @@ class Throughput(Callback):
             self.average = self._fit_tokens / self._fit_seconds
 
     def _add_up(self, trainer: Trainer) -> tuple[float, float, float]:
-        """Return the tokens of all ranks, the longest wait of a rank for data, and the time that has passed.
+        """Return the number of tokens on all ranks, the longest time that a rank waited for data, and the elapsed time.
 
-        Times are in seconds. All counts are since the last call, and are reset to 0.
+        Times are in seconds. All three values count from the last call.
         """
-        counts = gather_numbers(
-            trainer, (self._tokens, self._waited)
-        )  # this waits until the device has finished the steps
+        # read the clock after this call, which waits until the device has finished the steps
+        counts = gather_numbers(trainer, (self._tokens, self._waited))
         seconds = time.monotonic() - self._started
         tokens = float(counts[:, 0].sum()) * self._readers / trainer.world_size
         self._fit_tokens += tokens

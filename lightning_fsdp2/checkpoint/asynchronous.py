@@ -29,11 +29,11 @@ NICENESS = 10
 class BackgroundWriter:
     """Writer that writes one checkpoint at a time in a background thread.
 
-    Host tensors are copied at once. Tensors on an accelerator are copied into pinned memory while the next forward and
-    backward run. The next save reuses the memory of the copies.
+    Host tensors are copied immediately. Tensors on an accelerator are copied into pinned memory while the next forward
+    and backward run. The next save reuses the memory of the copies.
 
-    Every rank must have a writer and call its methods in the same order. An error is raised on the main thread, in the
-    same call on all ranks.
+    Every rank must have a writer and call its methods in the same order. Errors of the background thread are raised on
+    the main thread, in the same call on all ranks.
 
     Args:
         device: Device of the tensors.
@@ -60,11 +60,11 @@ class BackgroundWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is in progress. It ends in :meth:`poll`, :meth:`wait` or :meth:`settle`."""
+        """Whether a save is in progress. Only :meth:`poll`, :meth:`wait` and :meth:`settle` end it."""
         return self._save is not None
 
     def start(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy the nested dicts ``tensors``, and run ``write`` on the copy in the background thread."""
+        """Copy the tensors in the nested dicts ``tensors``, and run ``write`` on the copies in the background."""
         self.wait()
         copies: Future[dict[str, Any]] = Future()
         self._copies, stream = copies, self._stream
@@ -84,7 +84,7 @@ class BackgroundWriter:
     def wait_for_copies(self) -> None:
         """Wait until all tensors are copied, so that an optimizer step may change them."""
         if self._copies is not None:
-            self._copies.exception()  # wait for the copies, but leave it to the save to raise an error
+            self._copies.exception()  # this only waits: the background write raises the error of a failed copy
             self._copies = None
         if self._hook is not None:
             self._hook.remove()
@@ -124,7 +124,7 @@ class BackgroundWriter:
         on_every_rank(lambda: [action() for action in actions], self._group)
 
     def settle(self) -> None:
-        """Wait for the save in progress without communication, since other ranks may be gone. Log an error."""
+        """Wait for the save in progress without communication, since other ranks may be dead. Log its error, if any."""
         if self._save is None:
             return
         failure = self._save.exception()
@@ -142,8 +142,8 @@ class BackgroundWriter:
         return actions
 
     def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Wait for the copies before an optimizer step without a closure. This is a pre-step hook of all optimizers."""
-        # Lightning's own steps have a closure that runs forward and backward, and wait for the copies after these
+        """Wait for the copies before an optimizer step without a closure. torch calls this hook before every step."""
+        # Lightning's own steps have a closure, in which the strategy waits for the copies after forward and backward
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
         if not has_closure:
             self.wait_for_copies()
@@ -178,7 +178,7 @@ def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:
 
 
 def _get_versions(tensors: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    """Return the sharded tensors with their version counters, which in-place changes increase."""
+    """Return the sharded tensors with their version counters, which every in-place change increments."""
     sharded: list[Tensor] = []
     map_tensors(lambda tensor: sharded.append(tensor) if isinstance(tensor, DTensor) else None, tensors)
     return [(tensor, tensor._version) for tensor in sharded]

@@ -35,8 +35,8 @@ def consolidate_checkpoint(
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When the checkpoint is incomplete, damaged or already a single file. Also when it holds objects and
-            ``trust_checkpoint`` is False.
+        ValueError: When the checkpoint is incomplete, is damaged, is already a single file, or holds arbitrary objects
+            while ``trust_checkpoint`` is False.
     """
     found = resolve_checkpoint(path)
     if not found.is_dir():
@@ -45,7 +45,7 @@ def consolidate_checkpoint(
     if target.is_dir():
         raise ValueError(f"output={str(output)!r} is a directory; give the path of a file.")
     if is_local(found) and is_local(target) and Path(target).resolve().is_relative_to(Path(found).resolve()):
-        raise ValueError(f"output={str(output)!r} is inside of the checkpoint {str(path)!r}; name a file beside it.")
+        raise ValueError(f"output={str(output)!r} is inside the checkpoint {str(path)!r}; choose a path outside of it.")
     options = {"with_optimizers": with_optimizers, "verify": verify, "trust": trust_checkpoint}
     checkpoint = read_whole_checkpoint(path, **options)
     write_file_alone(target, {**checkpoint, DESCRIPTIONS_KEY: read_descriptions(found, trust=trust_checkpoint)})
@@ -58,14 +58,14 @@ def read_whole_checkpoint(
 
     Args:
         path: Checkpoint directory or single file.
-        with_optimizers: Whether to read optimizer states. Their parameters have numbers, as in
+        with_optimizers: Whether to read optimizer states, in which parameters have numbers as in
             ``Optimizer.state_dict``.
         verify: Whether to compare the data with its checksums.
         trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When the checkpoint is incomplete, damaged, or holds objects and ``trust`` is False.
+        ValueError: When the checkpoint is incomplete, is damaged, or holds arbitrary objects while ``trust`` is False.
     """
     found = find_checkpoint(path, trust=trust)
     if verify:

@@ -30,15 +30,16 @@ def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When the checkpoint is incomplete, has a later version or another format, or when one of its small
-            files is damaged.
+        ValueError: When the checkpoint is incomplete, has a different format or a later version of the format, or when
+            one of its small files is damaged.
     """
     found = resolve_checkpoint(path)
     if found.is_dir():
         _check_complete(found, trust)
     elif is_local(found) and not _is_archive(found):
         raise ValueError(
-            f"{str(path)!r} is truncated, or was not written by `torch.save`; use an earlier checkpoint, or convert it."
+            f"{str(path)!r} is truncated, or was not written by `torch.save`; use an earlier checkpoint, or save"
+            " its content with `torch.save`."
         )
     return found
 
@@ -60,9 +61,10 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
 
 
 def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
-    """Return the sizes and checksums of a checkpoint directory's files, by name. Empty if other software wrote it.
+    """Return the sizes and checksums of a directory's files by name, or an empty dict if other software wrote it.
 
-    The files with tensors have no checksum here, but one for each chunk. In version 2 of the format they have one.
+    Files with tensors have only a size here, because each of their chunks has its own checksum elsewhere. In version 2
+    of the format, these files have a checksum too.
     """
     if not (path / SUMMARY_FILE).exists():
         return {}
@@ -108,8 +110,8 @@ def _check_complete(path: AnyPath, trust: bool) -> None:
         missing = _get_missing(path, _get_sizes(path, trust))
     if missing:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. It was only partly"
-            " copied, or the process that wrote it died; use an earlier checkpoint."
+            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. The checkpoint"
+            " was only partly copied, or the process that wrote it died; use an earlier checkpoint."
         )
 
 
@@ -129,7 +131,7 @@ def _check_version(path: AnyPath) -> None:
 
 
 def _is_ours(path: AnyPath) -> bool:
-    """Return whether this package wrote a directory: its ``meta.pt`` then contains a certain key as plain bytes."""
+    """Return whether this package wrote a directory, by searching the bytes of ``meta.pt`` for one of its own keys."""
     file = path / METADATA_FILE
     return file.exists() and EXTRA_STATES_KEY.encode() in file.read_bytes()
 
@@ -167,6 +169,7 @@ def _read_summary(path: AnyPath) -> dict[str, Any]:
         int(summary["format_version"]) + sum(info["bytes"] for info in summary.get("files", {}).values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} ({error!r}). Use an earlier checkpoint."
+            f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} cannot be read ({error!r}). Use an earlier"
+            " checkpoint."
         ) from error
     return {**summary, "format_version": int(summary["format_version"])}

@@ -80,12 +80,13 @@ def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: di
     )
     if not has_all:
         raise ValueError(
-            f"{what}, and this run has not read them either, or trains them; pass that model as `pretrained`, with the"
-            " same `lora` and frozen parameters. If the model has moved, pass its new directory."
+            f"{what}, and this run trains these weights, or has not read them from pretrained files either. Pass that"
+            " model as `pretrained`, with the same `lora` and frozen parameters. If the model has moved, pass its new"
+            " directory."
         )
     for frozen in sources:
         if frozen.files.fingerprint != part["fingerprint"]:
             raise ValueError(
-                f"{what}, but this run has read a different model, {str(frozen.files.folder)!r}; pass the model of the"
-                " checkpoint as `pretrained`."
+                f"{what}, but this run has read a different model, {str(frozen.files.folder)!r}; pass the checkpoint's"
+                " model as `pretrained`."
             )

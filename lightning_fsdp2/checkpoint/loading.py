@@ -43,7 +43,7 @@ def read_checkpoint(
             its own loading code.
         verify: Whether to compare the data with its checksums.
         trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
-        group: Process group for messages between the ranks. A CPU group does not disturb the accelerator.
+        group: Process group for messages between the ranks. A CPU group keeps these messages off the accelerator.
 
     Returns:
         The checkpoint dict of Lightning's Trainer, with ``state_dict`` and, if there are any, ``optimizer_states``.
@@ -51,8 +51,8 @@ def read_checkpoint(
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When the checkpoint is incomplete, damaged or of a later version. Also when it holds objects and
-            ``trust`` is False.
+        ValueError: When the checkpoint is incomplete, is damaged, has a later version of the format, or holds arbitrary
+            objects while ``trust`` is False.
     """
     found = on_first_rank(lambda: find_checkpoint(path, trust=trust), group)
     if verify:
@@ -82,11 +82,11 @@ def load_model_state(
     Weights in ``left_out`` keep the values that ``model`` has read from its pretrained files.
 
     Without ``strict``, tensors with a different shape than the model's are skipped with a warning that names them. A
-    model with its own loading code decides itself which tensors it skips.
+    model with its own loading code decides for itself which tensors to skip.
 
     Raises:
-        ValueError: When shapes or, if ``strict``, keys differ from the model's. Also when ``model`` has not read the
-            weights in ``left_out``.
+        ValueError: When shapes or, if ``strict``, keys differ from the model's, or when ``model`` has not read the
+            weights in ``left_out`` from pretrained files.
     """
     if left_out:
         state = on_every_rank(lambda: put_back_frozen(path, model, state, left_out))
@@ -132,7 +132,7 @@ def load_optimizer_states(
 
 @contextmanager
 def _own_meshes_for_renamed(model: nn.Module) -> Iterator[None]:
-    """Run ``load_state_dict`` so that each renamed tensor moves to the mesh of its parameter.
+    """Make ``load_state_dict`` move each renamed tensor to the mesh of its parameter, inside the block.
 
     A tensor whose name the model does not have may have been read on the wrong mesh. Its parameter, and thereby the
     right mesh, is known only after the module's hooks have renamed the tensor.
@@ -153,7 +153,7 @@ def _own_meshes_for_renamed(model: nn.Module) -> Iterator[None]:
 
 
 def _may_leave_out(model: nn.Module) -> bool:
-    """Return whether ``model`` has its own loading code. Reading in place would overwrite weights that it skips."""
+    """Return whether ``model`` has its own loading code, which may choose to keep some of the model's weights."""
     return not is_of_torch(model.load_state_dict) or any(has_own_loading(module) for module in get_modules(model))
 
 

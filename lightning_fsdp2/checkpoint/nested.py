@@ -17,11 +17,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Separate the DTensors in nested containers from the rest.
+    """Separate the DTensors in nested containers from all other values.
 
     Returns:
-        ``value`` with a mark in the place of each DTensor, and the DTensors as ``{number: {name: tensor}}``. The name
-        is the last key on the path to the tensor.
+        ``value`` with a placeholder for each DTensor, and the DTensors as ``{number: {name: tensor}}``. The name is the
+        last key on the path to the tensor.
     """
     sharded: dict[str, Any] = {}
 
@@ -37,7 +37,7 @@ def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:
-    """Undo :func:`pop_sharded`: replace the marks with their DTensors."""
+    """Undo :func:`pop_sharded`: replace the placeholders with their DTensors."""
 
     def put(text: str) -> Any:
         number = text.removeprefix(_MARK)
@@ -47,7 +47,7 @@ def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:
 
 
 def unflatten(values: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Build nested dicts and lists from values by path. An integer in a path is a list index."""
+    """Build nested dicts and lists from a dict of values by path. An integer in a path is a list index."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         node = root

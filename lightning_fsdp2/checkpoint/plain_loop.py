@@ -82,7 +82,7 @@ def load_checkpoint(
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside of a wrapper, because checkpoints use the names of the model itself."""
+    """Return the model inside a wrapper, because checkpoints use the names of the model itself."""
     if isinstance(model, DistributedDataParallel):
         return model.module
     sharder = get_optional_sharder(model)

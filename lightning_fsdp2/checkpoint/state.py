@@ -27,7 +27,7 @@ def get_optimizer_state(
     """Return an optimizer's state with parameter names instead of numbers. Sharded tensors stay sharded.
 
     The layout is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. Unlike torch's function,
-    this function does not make an optimizer step to create missing states.
+    this function does not run an optimizer step to create missing states.
 
     Args:
         model: Model whose parameter names are used.
@@ -45,7 +45,7 @@ def get_optimizer_state(
     # convert numpy numbers, which a schedule may set, because they could not be loaded with weights_only=True
     state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    # some optimizers have entries that do not belong to a parameter, and these entries keep their key
+    # some optimizers have entries that do not belong to a parameter: these entries keep their keys
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
 
@@ -54,11 +54,11 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     """Load a state from :func:`get_optimizer_state` or ``optimizer.state_dict()`` into ``optimizer``.
 
     If the state has parameter names, the optimizer may have its parameters in a different order. Whole tensors are
-    sharded like their parameters. The options ``foreach`` and ``fused`` are not loaded, since the state may come from
-    another kind of device.
+    sharded like their parameters. The options ``foreach`` and ``fused`` are not loaded, since the state may come from a
+    different kind of device.
 
     Raises:
-        ValueError: When the state has different parameters or parameter groups, or comes from another kind of
+        ValueError: When the state has different parameters or parameter groups, or comes from a different kind of
             optimizer.
     """
     names = _names_by_number(model, optimizer)
@@ -84,9 +84,9 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
 
 
 def _number_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups with numbers, like those in ``Optimizer.state_dict``.
+    """Return the parameter groups with numbers in place of parameters, as in ``Optimizer.state_dict``.
 
-    The method ``state_dict`` is not called, since that of a ``ZeroRedundancyOptimizer`` works on one rank only.
+    The method ``state_dict`` itself is not called, since ``ZeroRedundancyOptimizer`` supports it on one rank only.
     """
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
@@ -104,7 +104,7 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_like(value: Any, own: Any) -> Any:
-    """Return ``value`` sharded like the tensor ``own``. The tensor may be whole, or sharded in another way."""
+    """Return ``value`` sharded like the tensor ``own``. ``value`` may be whole, or sharded in another way."""
     if not (isinstance(own, Tensor) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
     if not isinstance(own, DTensor):
@@ -123,7 +123,7 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that was built from parameters the model no longer has.
 
     Raises:
-        ValueError: When there are such parameters. The optimizer's steps would not change the model.
+        ValueError: When the optimizer has such parameters. Its steps would not change the model.
     """
     current = {id(parameter) for parameter in model.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -137,12 +137,12 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that keeps states other than plain tensors and numbers, such as quantised tensors.
+    """Refuse an optimizer that keeps states in tensor subclasses other than DTensor, such as quantised tensors.
 
     A checkpoint could not restore such states, and a resumed run would continue with wrong values.
 
     Raises:
-        ValueError: When a state, or the local tensor of a DTensor state, is an instance of another tensor subclass.
+        ValueError: When a state, or the local tensor of a DTensor state, is an instance of such a tensor subclass.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
@@ -166,7 +166,7 @@ def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
 def _name_parameters(
     state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
 ) -> dict[str, Any]:
-    """Replace parameter numbers in the optimizer state of a single file with the names from the file or the model."""
+    """Replace parameter numbers in a single file's optimizer state with names, from the file or else from the model."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
@@ -191,12 +191,12 @@ def _check_groups(
         for group, other in zip(current, saved, strict=True)
     ):
         raise ValueError(
-            f"The parameter groups of {type(optimizer).__name__} differ: those of the checkpoint have {_sizes(saved)}"
-            f" parameters and those of this run {_sizes(current)}, or they hold different parameters. Resume with the"
-            " optimizer of the checkpoint, or load only the weights."
+            f"The parameter groups of {type(optimizer).__name__} differ: they have {_sizes(saved)} parameters in the"
+            f" checkpoint and {_sizes(current)} parameters in this run, or they hold different parameters. Resume with"
+            " the optimizer of the checkpoint, or load only the weights."
         )
     for group, other in zip(current, saved, strict=True):
-        # Another version of torch may add or remove options. It is another optimizer only if both have unknown options.
+        # another version of torch may have more or fewer options, so refuse only if each side has options of its own
         unknown = other.keys() - group.keys() - _NO_OPTIONS
         missing = optimizer.defaults.keys() - other.keys()
         if unknown and missing:
@@ -208,7 +208,7 @@ def _check_groups(
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Return the parameters' names by their numbers in ``Optimizer.state_dict``."""
+    """Return the name of each parameter by its number in ``Optimizer.state_dict``."""
     check_optimizer_parameters(model, optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,9 +1,9 @@
 """Conversion of unusual shards to the contiguous, even shards that checkpoints hold.
 
-DCP expects one piece of each tensor per rank, at the place where torch would put it. Two kinds of tensors are different
-and must be converted. Under tensor parallelism, a packed weight such as gate and up of MoE experts has two pieces per
-rank. Under Megatron-FSDP, ranks hold uneven numbers of rows. During a save, the device holds the converted shards in
-addition to the original shards, until they are copied or written.
+DCP expects one piece of each tensor per rank, at the offset that ``Shard`` would give it. Two kinds of tensors are
+different and must be converted. Under tensor parallelism, a packed weight, such as the gate and up projections of MoE
+experts, has two pieces per rank. Under Megatron-FSDP, ranks hold uneven numbers of rows. During a save, the device
+holds the converted shards in addition to the original shards, until the converted shards are copied or written.
 """
 
 from typing import Any, TypeGuard
@@ -27,7 +27,7 @@ def is_converted(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def convert(tensor: DTensor) -> DTensor:
-    """Return ``tensor`` in contiguous, even shards. Every rank must call this."""
+    """Convert ``tensor`` to contiguous, even shards. Every rank must call this."""
     if is_uneven(tensor):
         return to_even(tensor)
     local: DTensor = tensor.detach()  # type: ignore[assignment]
@@ -35,7 +35,7 @@ def convert(tensor: DTensor) -> DTensor:
 
 
 def convert_all(value: Any) -> Any:
-    """Apply :func:`convert` to all tensors in nested dicts and lists that need it, and return the result."""
+    """Apply :func:`convert` to the unusual shards in nested dicts and lists, and return the result."""
     if isinstance(value, dict):
         return {key: convert_all(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -23,7 +23,7 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
         trust_checkpoint: Whether ``.metadata`` may hold arbitrary objects, which can run code when they are loaded.
 
     Returns:
-        One line per verified file, with the kind of the check.
+        One line per verified file, with the file's size or the kind of check.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
@@ -45,13 +45,13 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
 
 
 def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> None:
-    """Verify the data of older formats before it is read. Every rank must call this, and checks a share of the data.
+    """Verify a checkpoint before it is read. Every rank must call this, and checks a share of the data.
 
-    This verifies the records of a single file, and the files of a directory in version 2 of the format. A directory of
-    the current version is verified while it is read: each rank checks the chunks that it reads.
+    This covers the records of a single file, and the files of a directory in version 2 of the format. A directory in
+    the current version is skipped, because each rank verifies its chunks when it reads them.
 
     Raises:
-        ValueError: On every rank, when files are damaged. The message names them.
+        ValueError: On every rank, when files are damaged. The message names these files.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     damaged = gather_objects(on_every_rank(lambda: _find_damaged_before(path, get_rank(), ranks), group), group)
@@ -62,7 +62,7 @@ def verify_alone(path: AnyPath) -> None:
     """Verify the same data as :func:`verify_together`, but in one process.
 
     Raises:
-        ValueError: When files are damaged. The message names them.
+        ValueError: When files are damaged. The message names these files.
     """
     raise_damaged(path, _find_damaged_before(path))
 

@@ -1,4 +1,4 @@
-"""Read whole tensors of a checkpoint from any mesh in one process, a few at a time."""
+"""Read whole tensors from a checkpoint in one process, a few at a time, whatever mesh the checkpoint was saved on."""
 
 import json
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tup
         trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.
 
     Raises:
-        ValueError: When ``path`` is not a checkpoint. Also when it holds objects other than tensors and plain types,
-            and ``trust`` is False.
+        ValueError: When ``path`` is not a checkpoint, or when the checkpoint holds objects other than tensors and plain
+            types while ``trust`` is False.
     """
     found = get_path(path)
     if found.is_file():
@@ -44,11 +44,11 @@ def list_tensors(path: "str | AnyPath", *, trust: bool = False) -> dict[str, tup
 def read_whole_tensors(
     path: "str | AnyPath", names: Sequence[str], *, verify: bool = True, trust: bool = False
 ) -> dict[str, Tensor]:
-    """Read some tensors of a checkpoint whole, in this process alone. :func:`list_tensors` returns their names.
+    """Read whole tensors from a checkpoint by name, in this process alone.
 
     Args:
         path: See :func:`list_tensors`.
-        names: Names of the tensors to read.
+        names: Names of the tensors to read, among those that :func:`list_tensors` returns.
         verify: Whether to compare the data of a directory with its checksums.
         trust: See :func:`list_tensors`.
 
@@ -73,7 +73,7 @@ def read_whole_tensors(
 
 
 def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Description]:
-    """Return a checkpoint's descriptions of its Hugging Face models. Empty if other software wrote the checkpoint."""
+    """Return a checkpoint's descriptions of its Hugging Face models. Checkpoints of other software have none."""
     found = get_path(path)
     if found.is_file():
         descriptions: list[Description] = read_file(found, with_optimizers=False, trust=trust).get(DESCRIPTIONS_KEY, [])
@@ -83,7 +83,7 @@ def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Des
 
 
 def read_left_out(path: "str | AnyPath", *, trust: bool = False) -> list[LeftOut]:
-    """Return the frozen weights that a checkpoint does not hold, by pretrained model. Most checkpoints hold all."""
+    """Return the frozen weights that a checkpoint does not hold, by pretrained model. Usually, there are none."""
     found = get_path(path)
     if found.is_file():
         checkpoint = read_file(found, with_optimizers=False, trust=trust)
@@ -99,6 +99,6 @@ def _map_file(path: AnyPath, trust: bool) -> dict[str, Tensor]:
 
 
 def _get_keys(metadata: Metadata) -> dict[str, str]:
-    """Return DCP's flat key of each name in the state dict."""
+    """Return DCP's flat key for each name in the state dict."""
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data
     return {path[1]: key for key, path in paths.items() if path[0] == _STATE_DICT and len(path) == 2}

@@ -40,7 +40,7 @@ def main(args: ArgsType = None) -> None:
         SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong. With code 0 at
             the end of a command for checkpoints.
     """
-    # shell completion does not show help, and reading help from the docstrings of config fields takes minutes
+    # for shell completion, skip the docstrings of config fields: reading them takes minutes, and no help is shown
     arguments = args if isinstance(args, list) else sys.argv[1:]
     completes = any(argument.startswith("--print_completion") for argument in arguments)
     set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
@@ -119,10 +119,11 @@ class FSDP2CLI(LightningCLI):
         parser.exit(0)
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the model's arguments as configured, whatever arguments the checkpoint holds.
+        """Do nothing, so that the model keeps its configured arguments, whatever arguments the checkpoint holds.
 
-        Lightning would replace them with the arguments in a single-file checkpoint, but not with those in a checkpoint
-        directory. Lightning would also fail if a model saves only some arguments (``save_hyperparameters("config")``).
+        Lightning would replace the configured arguments with those in a single-file checkpoint, but not with those in a
+        checkpoint directory. Lightning would also fail if a model saves only some arguments
+        (``save_hyperparameters("config")``).
         """
 
     def before_instantiate_classes(self) -> None:
@@ -152,7 +153,7 @@ class FSDP2CLI(LightningCLI):
             self._parser(self.subcommand).error(str(error), error)
 
     def _instantiate_without_run(self) -> None:
-        """Create model, data and trainer for ``describe`` or ``plan``, without weights, files or the run's machines."""
+        """Create model, data and trainer for ``describe`` or ``plan``, which need no weights, files or devices."""
         subcommand = cast(str, self.subcommand)
         config = self.config[subcommand]
         set_world(config, subcommand)
@@ -168,7 +169,7 @@ class FSDP2CLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run a subcommand. An error that the user can fix ends with one line, and a bug with a traceback."""
+        """Run a subcommand. Report an error that the user can fix in one line, and a bug with a traceback."""
         try:
             super()._run_subcommand(subcommand)
         except REFUSALS as error:

@@ -10,7 +10,7 @@ from lightning_fsdp2.checkpoint import consolidate_checkpoint, verify_checkpoint
 def consolidate(
     path: str, output: str, with_optimizers: bool = True, verify: bool = True, trust_checkpoint: bool = False
 ) -> None:
-    """Write a checkpoint directory as a single file that any strategy resumes from.
+    """Write a checkpoint directory as a single file that any strategy can resume from.
 
     Args:
         path: The checkpoint directory.
@@ -59,9 +59,9 @@ def export(
         tokenizer: Directory or hub id of a tokenizer to save with the model; null for the tokenizer of the run.
         dtype: Dtype of the weights; null keeps the dtype in the checkpoint.
         max_shard_size: Largest size of a file, in bytes or as text such as 5GB.
-        merge: Whether to merge a LoRA adapter into the weights of its base and write a model without adapters.
-        pretrained: Directory of the model that training began with. Needed if the directory has moved since, and the
-            checkpoint does not hold the frozen weights.
+        merge: Whether to merge a LoRA adapter into the weights of its base model and write a model without adapters.
+        pretrained: Directory of the model that training began with. Needed only if this directory has moved since, and
+            the checkpoint does not hold the frozen weights.
         overwrite: Whether to replace a directory that is not empty, once the new one is complete.
         verify: Whether to compare the data that is read with its checksums.
         trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.

@@ -17,7 +17,7 @@ _HEADINGS = (
     "a dict with",
 )
 _NO_PATH = "Expected a dot import path string: "
-# text that jsonargparse puts around the reason for a class that is called later, such as an optimizer
+# words that jsonargparse adds around an error about a class that is created later, such as an optimizer
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
 )
@@ -29,18 +29,18 @@ def wants_traceback() -> bool:
 
 
 def is_first_of_node() -> bool:
-    """Return whether this process reports errors for its node.
+    """Return whether this process is the one that reports errors for its node.
 
-    Launchers number the processes of a node; without a launcher there is only one.
+    Launchers number the processes of a node from 0. Without a launcher, there is only one process.
     """
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
 
 
 def has_refusal(error: BaseException) -> bool:
-    """Return whether ``error``, or the original error that jsonargparse wrapped in it, is one that a user can fix.
+    """Return whether a user can fix ``error``, or the original error that jsonargparse wrapped in it.
 
-    jsonargparse turns any error in an ``__init__`` into a ValueError. A plain ValueError counts too, since a user's own
-    class may raise one.
+    jsonargparse turns any error in an ``__init__`` into a ValueError. A plain ValueError also counts as an error that
+    the user can fix, since a user's own class may raise one.
     """
     causes = [error]
     while causes[-1].__cause__ is not None:
@@ -52,7 +52,7 @@ def summarize(message: str) -> str:
     """Shorten an error message of jsonargparse to the innermost option and the problem with it.
 
     jsonargparse tries every member of a union type and indents the error of each member. So the most indented lines are
-    about the member that came closest to the given value.
+    about the member that the given value came closest to.
     """
     if "Does not validate against" not in message:
         return " ".join(message.split())
@@ -74,7 +74,7 @@ def summarize(message: str) -> str:
     reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
     if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
         reasons = [f"{path!r} is no class path" for path in paths]
-    # if a value has the right type and only its content is wrong, a list of the other types does not help
+    # if a value has the right type but the wrong content, it does not help to list the other expected types
     reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))
     if all(reason.startswith("Expected ") for reason in reasons) and "Got value: " not in summary:

@@ -26,10 +26,10 @@ _HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")
 def expand_arguments(args: Sequence[str]) -> list[str]:
     """Expand short names of strategies in command line arguments.
 
-    In ``--trainer.strategy NAME``, a short name becomes a class path with options. A class path becomes
-    ``--trainer.strategy.class_path``, because Lightning would treat it as a name if it has no options
-    (https://github.com/Lightning-AI/pytorch-lightning/issues/19682). Options of commands may be written with hyphens,
-    such as ``--world-size``.
+    In ``--trainer.strategy NAME``, a short name becomes a class path with options. If NAME is a class path, the flag
+    becomes ``--trainer.strategy.class_path``, because Lightning would treat a class path without options as a short
+    name (https://github.com/Lightning-AI/pytorch-lightning/issues/19682). Options of commands may be written with
+    hyphens, such as ``--world-size``.
     """
     expanded: list[str] = []
     for argument in args:
@@ -88,7 +88,7 @@ def get_hint(message: str, options: Iterable[str]) -> str:
     try:
         word, candidates = _find_unknown(message, options)
     except (ImportError, AttributeError, NameError, TypeError, ValueError):
-        return ""  # the class cannot be inspected; the error message has to be enough
+        return ""  # the class cannot be inspected, so there is no hint
     nearest = get_close_matches(word, candidates, n=1, cutoff=0.7)
     return f"; did you mean {candidates[nearest[0]]!r}?" if nearest else ""
 
@@ -124,7 +124,7 @@ def _flatten(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Return the unknown word in ``message``, and the known words to compare it with, each with its suggestion."""
+    """Return the unknown word in ``message``, and the known words, with what to suggest for each of them."""
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
         return found[2], _get_options(found[1])
     if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
@@ -151,7 +151,7 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
 
 
 def _get_options(class_path: str) -> dict[str, str]:
-    """Return the names of a class's arguments and of the fields of its config arguments, each with its suggestion."""
+    """Return the names of a class's arguments and of its configs' fields, with what to suggest for each name."""
     module, _, name = class_path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     options: dict[str, str] = {}
@@ -172,7 +172,7 @@ def _get_classes() -> list[str]:
 
 
 def _get_modules(name: str) -> list[str]:
-    """Return the names of the modules in the package in which the module ``name`` was not found."""
+    """Return the names of the modules that exist in the package where the module ``name`` was not found."""
     parent = name.rpartition(".")[0]
     if not parent:
         return [*packages_distributions(), *{loaded.partition(".")[0] for loaded in sys.modules}]

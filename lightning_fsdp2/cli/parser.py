@@ -31,7 +31,7 @@ _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain ma
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """Help formatter that leaves out markup and the lists of subclasses. ``--OPTION.help`` prints these lists."""
+    """Help formatter that leaves out markup and the lists of known subclasses, which ``--OPTION.help`` prints."""
 
     def _get_help_string(self, action: Action) -> str:
         text = super()._get_help_string(action)
@@ -39,7 +39,7 @@ class _HelpFormatter(DefaultHelpFormatter):
 
 
 class ArgumentParser(LightningArgumentParser):
-    """Argument parser that accepts short names, and reports each mistake in a single line."""
+    """Argument parser that accepts short names of strategies, and reports each mistake in a single line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_repeated_keys()
@@ -61,7 +61,7 @@ class ArgumentParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if self.exit_on_error and not wants_traceback():
             if not is_first_of_node():
-                self.exit(2)  # all ranks have the same error; print it once
+                self.exit(2)  # all ranks have the same error, so one rank per node prints it
             message = _LIGHTNINGS_STRATEGY_ERROR.sub(r"trainer.strategy: there is no strategy \1", message)
             hint = _TARGET_HINT if "'_target_'" in message else get_hint(message, self._list_options())
             self.exit(2, f"error: {summarize(message)}{hint}\n")

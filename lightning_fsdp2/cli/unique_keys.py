@@ -1,4 +1,4 @@
-"""Check of YAML for repeated keys. PyYAML would silently keep the last one."""
+"""Check for repeated keys in YAML. PyYAML would silently keep only the last value of such a key."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,14 +8,14 @@ from jsonargparse import get_loader, set_loader
 
 
 class RepeatedKeyError(yaml.constructor.ConstructorError):
-    """Error for a key that a mapping has twice, with the line of the second."""
+    """Error for a key that occurs twice in a mapping, with the line of the second occurrence."""
 
     def __str__(self) -> str:
         return f"line {self.problem_mark.line + 1}: {self.problem}."
 
 
 def refuse_repeated_keys() -> None:
-    """Make jsonargparse refuse repeated keys in all YAML that it reads, including files that other files name.
+    """Make jsonargparse refuse repeated keys in all YAML that it reads, including files that other files refer to.
 
     Further calls have no effect.
     """
@@ -38,7 +38,7 @@ def check_keys(content: str) -> None:
     Anchors may be used any number of times, and keys merged by ``<<`` may be overridden.
 
     Raises:
-        RepeatedKeyError: When a key is repeated. The error names the lines of the first and the second.
+        RepeatedKeyError: When a key is repeated. The error names the lines of the first and the second occurrence.
         yaml.YAMLError: When ``content`` is not YAML.
     """
     for node in _walk(yaml.compose(content, Loader=yaml.SafeLoader), set()):

@@ -1,4 +1,4 @@
-"""The commands ``describe`` and ``plan``, which need neither the machines, the files nor the weights of a run."""
+"""Commands ``describe`` and ``plan``, which do not need the machines, the data or the weights of a run."""
 
 import json
 import logging
@@ -93,12 +93,12 @@ class CLITrainer(Trainer):
         plot: str | None = None,
         processes: int | None = None,
     ) -> None:
-        """Print the memory, traffic and time of a training step, on devices that need not exist here.
+        """Print the memory, traffic and time of a training step, on devices that this machine need not have.
 
         Args:
             model: Model on the meta device.
-            datamodule: Data of the run. A data module of lightning_fsdp2 knows the shapes of its batches; for others,
-                the first batch is read.
+            datamodule: Data of the run. A data module of lightning_fsdp2 knows the shapes of its batches. From any
+                other data module, the first batch is read.
             world_size: Number of devices. None for trainer.devices x num_nodes.
             device: Kind of the devices: a100, h100, h200, b200 or mi300x.
             memory: Memory of a device in GiB, if it differs from the usual memory of this kind.
@@ -147,7 +147,7 @@ class CLITrainer(Trainer):
 
 
 def _search(trainer: Trainer, model: LightningModule, path: str, output: TextIO, **options: Any) -> Plan | None:
-    """Print the best layouts, write the first to ``path`` and return its plan, or return None if none fits."""
+    """Print the best layouts, write the best one to ``path`` and return its plan. Return None if no layout fits."""
     result = search_run(trainer, model, **options)
     write_search(result, output)
     if result.plan is not None:
@@ -222,7 +222,7 @@ def _get_class_name(extra: Any) -> str:
 
 
 def _count_devices(trainer: Namespace) -> int:
-    """Return the number of devices in a node; 0 if the config asks for all devices and there are none."""
+    """Return the number of devices in a node. This is 0 if the config asks for all devices and there are none."""
     devices: Any = trainer.devices
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
@@ -236,7 +236,7 @@ def _count_devices(trainer: Namespace) -> int:
 def _leave_unread(data: Namespace) -> None:
     """Change the config of one of this package's data modules so that it can be created without its files.
 
-    The shapes of its batches stay the same.
+    The shapes of the data module's batches stay the same.
     """
     if issubclass(import_class_from_path(data.class_path), SequenceDataModule):
         elsewhere = {name: None for name in _SOURCES if name in data.init_args}

@@ -217,7 +217,7 @@ def test_peaks_without_sparsity(name: str, peaks: tuple[float, float, float] | N
 
 
 def test_what_is_not_known_is_said() -> None:
-    with pytest.raises(ValueError, match="the peak of 'cpu' in float32 is not known"):
+    with pytest.raises(ValueError, match="the peak speed of 'cpu' in float32 is not known"):
         get_peak_flops(torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="Linear holds 0 Hugging Face models, not one"):
         get_flops_per_token(nn.Linear(2, 2), 8)

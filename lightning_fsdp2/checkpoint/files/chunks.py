@@ -1,11 +1,11 @@
-"""Chunks of checkpoint files. A chunk is a rank's part of one tensor, and has a checksum to verify it when it is read.
+"""Chunks of checkpoint files. A chunk is a rank's part of one tensor. Its checksum is verified when the chunk is read.
 
-``checksums.json`` contains the checksums by file, and by the chunk's offset in bytes::
+For each file, ``checksums.json`` maps the offset of each chunk, in bytes, to the chunk's checksum::
 
     {"__0_0.distcp": {"0": "06f24c8b2a5f3a0c...", "17216": "99aa06d3014798d8..."}}
 
-Each chunk has a checksum of its own, so that a rank can verify the chunks that it has read. A checksum of the whole
-file would require reading all chunks.
+Each chunk has its own checksum, so that a rank can verify the chunks that it reads. With a single checksum for the
+whole file, a rank would have to read all chunks to verify one.
 """
 
 import io
@@ -28,7 +28,7 @@ _BLOCK_SIZE = 1 << 20
 
 
 class Chunk(io.RawIOBase):
-    """A part of a file that can be read like a separate file.
+    """Part of a file that can be read like a separate file.
 
     Args:
         file: File that is open for reading.
@@ -90,7 +90,7 @@ def describe_file(path: AnyPath) -> dict[str, Any]:
 
 
 def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
-    """Return the checksums of a directory's chunks by file and offset. Empty for directories of older versions."""
+    """Return the checksums of a directory's chunks by file and offset. Directories of older versions have none."""
     file = path / CHECKSUMS_FILE
     if not file.exists():
         return {}
@@ -102,7 +102,7 @@ def raise_damaged(path: AnyPath, names: list[str]) -> None:
     """Raise an error about damaged files if ``names`` is not empty.
 
     Raises:
-        ValueError: When there are names. The message lists them.
+        ValueError: When ``names`` is not empty. The message lists the files.
     """
     if names:
         raise ValueError(

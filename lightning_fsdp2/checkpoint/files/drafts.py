@@ -1,4 +1,4 @@
-"""Atomic writes of checkpoints: each is written to a hidden draft, synced to disk, and then renamed.
+"""Atomic writes of checkpoints: each checkpoint is written to a hidden draft, synced to disk, and then renamed.
 
 While ``runs/step=100.ckpt`` is being written, ``runs`` contains::
 
@@ -8,8 +8,8 @@ While ``runs/step=100.ckpt`` is being written, ``runs`` contains::
                                      the previous checkpoint of that name, if the system cannot exchange two
                                      directories
 
-To remove a checkpoint, it is first moved into such a hidden folder, so that an interrupted removal leaves no part of it
-under its name.
+A checkpoint to remove is first moved into such a hidden folder, so that an interrupted removal never leaves an
+incomplete checkpoint under its name.
 
 Object stores cannot rename files. A checkpoint there is written in place, and is complete once it has its
 ``meta.json``, which is written last.
@@ -37,7 +37,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # the name in older versions, which may also be the name of a checkpoint
+_OLD_REPLACED = "replaced"  # the folder's name in older versions; a checkpoint may have the same name
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -57,12 +57,12 @@ def get_path(path: str | os.PathLike[str] | UPath) -> AnyPath:
 
 
 def is_local(path: AnyPath) -> TypeIs[Path]:
-    """Return whether ``path`` is in the file system, not in an object store."""
+    """Return whether ``path`` is in a file system, not in an object store."""
     return isinstance(path, Path)
 
 
 class Draft:
-    """A checkpoint that is being written. One process creates and publishes it; all processes may write into it.
+    """Checkpoint that is being written. One process creates and publishes the draft, and all processes may write to it.
 
     Args:
         target: Final path of the checkpoint.
@@ -91,7 +91,10 @@ class Draft:
         self.path = self._container.path / target.name
 
     def publish(self) -> None:
-        """Rename the draft to its final path, replacing an older checkpoint. The draft must be synced to disk."""
+        """Rename the draft to its final path, replacing any older checkpoint.
+
+        The files of the draft must already be synced to disk.
+        """
         if _is_folder(self.path):
             sync_folder(self.path)
         sync_folder(self._container.path)
@@ -105,7 +108,7 @@ class Draft:
 
 
 class StoreDraft:
-    """A checkpoint that is being written to an object store, under its final name from the start."""
+    """Checkpoint that is being written to an object store, under its final name from the start."""
 
     def __init__(self, target: UPath) -> None:
         _remove_from_store(target)
@@ -120,7 +123,7 @@ class StoreDraft:
 
 
 def start_draft(target: AnyPath) -> Draft | StoreDraft:
-    """Start to write the checkpoint ``target``, in the file system or in an object store.
+    """Start writing the checkpoint ``target``, in a file system or in an object store.
 
     Raises:
         FileExistsError: When ``target`` exists and is not a checkpoint, so that it must not be replaced.
@@ -131,15 +134,15 @@ def start_draft(target: AnyPath) -> Draft | StoreDraft:
 
 
 def clean_folder(folder: AnyPath) -> None:
-    """Remove drafts of dead processes from ``folder``, and restore the checkpoints that they were replacing."""
+    """Remove drafts of dead processes from ``folder``, and restore checkpoints that were being replaced."""
     if not is_local(folder):
         return
     for lock_file in folder.glob(f"{_PREFIX}*.lock"):
         try:
             lock = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another process has removed it, or it belongs to another user
+        except OSError:  # another process has removed the lock file, or another user owns it
             continue
-        # locking fails if the process is alive, or if the file system has no locks
+        # locking fails if the process that made the draft is alive, or if the file system has no locks
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clean(lock_file.with_suffix(""))
@@ -186,7 +189,7 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
 
 
 def check_free_space(path: AnyPath, size: int) -> None:
-    """Refuse a save for which the disk does not have enough free space, before anything is written.
+    """Raise an error before anything is written if the disk does not have enough free space for a checkpoint.
 
     Args:
         path: Path of the checkpoint.
@@ -219,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _check_replaceable(target: AnyPath) -> None:
-    """Refuse to replace a file or folder that is neither empty nor a checkpoint, complete or not."""
+    """Refuse to replace a file or folder unless it is empty, or is a complete or incomplete checkpoint."""
     if is_local(target) and target.is_symlink():
         return
     if target.is_dir():
@@ -246,7 +249,7 @@ def _is_file_expendable(path: AnyPath) -> bool:
 
 
 def _remove_in_place(path: Path) -> None:
-    """Remove a directory without moving it first, for a full disk. Files that every reader needs are removed first."""
+    """Remove a directory in place, for when the disk is too full to move it. Files that every reader needs go first."""
     for name in (".metadata", SUMMARY_FILE):
         (path / name).unlink(missing_ok=True)
     shutil.rmtree(path)
@@ -270,17 +273,18 @@ def _get_reason(error: OSError) -> str:
 
 def _remove_from_store(path: UPath) -> None:
     if (path / SUMMARY_FILE).exists():
-        (path / SUMMARY_FILE).unlink()  # remove it first, so that the other files no longer form a checkpoint
+        # remove this file first, so that readers recognise an interrupted removal as an incomplete checkpoint
+        (path / SUMMARY_FILE).unlink()
     if path.exists():
         path.fs.rm(path.path, recursive=True)
 
 
 class _Container:
-    """Hidden folder next to the checkpoints, for a draft. Its lock shows whether the process that uses it is alive."""
+    """Hidden folder for a draft, next to the checkpoints. Its lock shows whether the process that made it is alive."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
-        # lock before creating the folder, or another process could take this one for dead
+        # take the lock before creating the folder, or another process could conclude that this process is dead
         self._lock = _lock(_get_lock_file(self.path))
         try:
             self.path.mkdir()
@@ -298,7 +302,7 @@ class _Container:
 
 def _clean(container: Path) -> None:
     for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
-        # without a draft of the same name, this folder is part of a checkpoint that is called `replaced`
+        # if there is no draft of the same name, the folder `replaced` is itself the draft of a checkpoint of that name
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)
@@ -311,7 +315,7 @@ def _replace(draft: Path, target: Path, replaced: Path) -> None:
     if not _exists(target) or not (_is_folder(draft) or _is_folder(target)):
         os.replace(draft, target)
     elif not _exchange(draft, target):
-        # if the process dies between the renames, `clean_folder` restores the old checkpoint from here
+        # if the process dies between the two renames, `clean_folder` restores the old checkpoint from `replaced`
         replaced.mkdir()
         target.rename(replaced / target.name)
         try:
@@ -324,7 +328,8 @@ def _replace(draft: Path, target: Path, replaced: Path) -> None:
 def _exchange(first: Path, second: Path) -> bool:
     """Exchange two paths atomically. Return False if the system cannot do so.
 
-    Only Linux can, and not on all file systems. ``os.rename`` cannot replace a directory that is not empty.
+    Only Linux can do so, and only on some file systems. The exchange is needed because ``os.rename`` cannot replace a
+    directory that is not empty.
     """
     renameat2: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
@@ -355,5 +360,5 @@ def _lock(path: Path) -> int:
         except FileNotFoundError:
             pass  # `clean_folder` in another process removed the file before it was locked here
         except OSError:
-            return descriptor  # without locks, `clean_folder` will not remove drafts here
+            return descriptor  # the file system has no locks, so `clean_folder` leaves all drafts alone
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Writers and readers of checkpoint files, with checksums, for any store. Reading does not run code in the files."""
+"""Writers and readers of checkpoint files with checksums. By default, reading does not run code from the files."""
 
 import io
 import os
@@ -79,15 +79,15 @@ class DurableFile:
         return view.nbytes
 
     def _start_writeback(self) -> None:
-        """Start to write cached data to disk, so that the final sync does not have to wait for gigabytes.
+        """Start writing cached data to disk, so that the final sync does not have to wait for gigabytes.
 
-        Pages that are already on disk are dropped from the page cache. A whole checkpoint there would evict the files
-        that training reads.
+        Pages that are already on disk are dropped from the page cache. If the cache filled up with the checkpoint, it
+        would evict the files that training reads.
         """
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        with suppress(OSError):  # some file systems refuse this advice, which does no harm
+        with suppress(OSError):  # some file systems refuse this call, which is only advice
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
@@ -102,7 +102,7 @@ class DurableFile:
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         if self._failure is not None:
-            # raise the error of the failed write, because that of `torch.save` only says that its archive is incomplete
+            # raise the error of the failed write, because the error of `torch.save` only says "incomplete archive"
             with suppress(OSError):
                 self._file.close()
             raise self._failure
@@ -145,7 +145,7 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Collect the chunks' checksums, and write ``.metadata`` without them, because other software reads it too."""
+        """Collect the chunks' checksums, and keep them out of ``.metadata``, which other software also reads."""
         hashed = [result.storage_data for written in results for result in written]
         for info in hashed:
             self.checksums.setdefault(info.relative_path, {})[info.offset] = info.checksum
@@ -158,7 +158,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP storage reader of a checkpoint directory, in any store.
+    """DCP storage reader of a checkpoint directory, in a file system or in an object store.
 
     Args:
         folder: Directory of the checkpoint.
@@ -194,7 +194,7 @@ class CheckpointReader(FileSystemReader):
         return future
 
     def find_damaged(self) -> list[str]:
-        """Read all chunks, and return the names of the damaged chunks with their files."""
+        """Read all chunks, and return the file and the name of each damaged chunk."""
         self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
         checksums = read_checksums(cast(AnyPath, self.path))
         damaged = []
@@ -206,7 +206,7 @@ class CheckpointReader(FileSystemReader):
         return damaged
 
     def _open_files(self, keys: Iterable[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
-        """Yield each key with its open file, in the order of the chunks in the files."""
+        """Yield the key of each chunk with the open file that holds it, in the order of the chunks in the files."""
         places = {key: self.storage_data[key] for key in keys}
         ordered = sorted(places, key=lambda key: (places[key].relative_path, places[key].offset))
         for name, group in groupby(ordered, key=lambda key: places[key].relative_path):
@@ -244,9 +244,9 @@ class CheckpointReader(FileSystemReader):
 
 
 def save_plain(value: Any, file: Any) -> None:
-    """Write an unsharded value with ``torch.save``, with numpy numbers converted to Python numbers.
+    """Write an unsharded value with ``torch.save``, after converting numpy numbers to Python numbers.
 
-    Python numbers can be loaded without trust, but numpy numbers cannot.
+    With ``weights_only=True``, torch loads Python numbers but refuses numpy numbers.
 
     Raises:
         TypeError: When an object contains a DTensor, because only this rank's part of it would be saved.
@@ -256,7 +256,7 @@ def save_plain(value: Any, file: Any) -> None:
 
 
 def warn_of_objects(value: Any) -> None:
-    """Warn once per process if a checkpoint holds objects, because loading refuses it unless it is trusted.
+    """Warn once per process if a checkpoint holds objects, because it can then be loaded only by users who trust it.
 
     Args:
         value: Content of the checkpoint. Its tensors are ignored.
@@ -277,8 +277,8 @@ def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
         mmap: Whether to memory-map the tensors, if the file is local.
 
     Raises:
-        ValueError: When the file is damaged. Also when it holds objects other than tensors and plain types, and
-            ``trust`` is False.
+        ValueError: When the file is damaged, or holds objects other than tensors and plain types while ``trust`` is
+            False.
     """
     if mmap and is_local(path):
         return load_archive(lambda: path, path, trust=trust, mmap=True)
@@ -290,14 +290,14 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
     """Load an archive from ``torch.save`` into host memory.
 
     Args:
-        open_archive: Function that returns the path of the archive, or an open file at its start.
+        open_archive: Function that returns the path of the archive, or an open file positioned at its start.
         path: Path of the checkpoint, for error messages.
         trust: Whether the archive may hold arbitrary objects, which can run code when they are loaded.
         mmap: Whether to memory-map the tensors.
 
     Raises:
-        ValueError: When the archive is damaged. Also when it holds objects other than tensors and plain types, and
-            ``trust`` is False.
+        ValueError: When the archive is damaged, or holds objects other than tensors and plain types while ``trust`` is
+            False.
     """
     _check_pickle(open_archive(), path)
     options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
@@ -310,7 +310,7 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
         raise make_damage_error(path, error) from error
     try:
         return torch.load(open_archive(), weights_only=False, **options)
-    except RuntimeError as error:  # torch raises this, while other errors come from the objects
+    except RuntimeError as error:  # raised by torch for a damaged archive; the objects raise other types of errors
         raise make_damage_error(path, error) from error
 
 
@@ -320,7 +320,7 @@ def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
 
 
 def get_reason(error: Exception) -> str:
-    """Describe an error in one line. torch's advice to trust a damaged pickle is left out."""
+    """Describe an error in one line, leaving out torch's advice to trust a damaged pickle."""
     is_advice = isinstance(error, pickle.UnpicklingError)
     return type(error).__name__ if is_advice else f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -348,7 +348,7 @@ def _warn_of_types(names: str) -> None:
 
 
 class _PlainPickle:
-    """Substitute for the module ``pickle`` with the parts that ``torch.save`` needs."""
+    """Replacement for the module ``pickle`` in ``torch.save`` that refuses to pickle DTensors."""
 
     class Pickler(pickle.Pickler):
         """Pickler that refuses DTensors."""
@@ -408,7 +408,7 @@ class _HashedInfo(StorageInfo):
 
 
 class RefusedError(pickle.UnpicklingError):
-    """Error for a file ``.metadata`` that names a class or function that is not allowed in it."""
+    """Error for a ``.metadata`` file that names a class or function that is not allowed there."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -421,9 +421,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _check_pickle(archive: Any, path: AnyPath) -> None:
-    """Refuse an archive whose pickle does not match its CRC-32, if it has one.
+    """Raise an error if the pickle in an archive has a CRC-32 and does not match it.
 
-    Without this check, a damaged pickle could look like a checkpoint with objects that need trust.
+    Without this check, a damaged pickle could be mistaken for one that holds untrusted objects.
     """
     try:
         with zipfile.ZipFile(archive) as file:
@@ -437,17 +437,17 @@ def _check_pickle(archive: Any, path: AnyPath) -> None:
 
 
 def _is_metadata(module: str, name: str) -> bool:
-    """Return whether DCP's ``.metadata`` may contain this class, which is a dtype or a class of certain DCP modules."""
+    """Return whether ``.metadata`` may contain this class. It must be a dtype, or come from certain modules of DCP."""
     found = getattr({"torch": torch, **_METADATA_MODULES}.get(module), name, None)
     return isinstance(found, torch.dtype) or (isinstance(found, type) and found.__module__ == module != "torch")
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Run the block without the checksums of ``torch.save``, which are slower than ours and never compared.
+    """Turn off the CRC-32 of ``torch.save`` inside the block, since this package's own checksums are faster.
 
-    In torch 2.11, the setting applies to the whole process. A background thread does not change it, since the user may
-    be saving another file.
+    In torch 2.11, the setting applies to the whole process. A background thread does not change the setting, since the
+    main thread may be saving another file.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

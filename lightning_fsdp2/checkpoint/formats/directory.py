@@ -58,7 +58,7 @@ from lightning_fsdp2.checkpoint.stored_shards import convert_all, convert_back, 
 from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank
 
 FORMAT_VERSION = 3
-"""Version of the written format. Version 1 had no checksums, version 2 one per file. Later versions are refused."""
+"""Version of the written format. Version 1 had no checksums, version 2 had one per file. Later versions are refused."""
 
 METADATA_FILE = "meta.pt"
 
@@ -69,7 +69,7 @@ EXTRA_STATES_KEY = "lightning_fsdp2.extra_states"
 """Key in ``meta.pt`` of results of ``Module.get_extra_state``, and of dicts and lists in the state dict, by name."""
 
 PLAIN_KEY = "lightning_fsdp2.plain_tensors"
-"""Key in ``meta.pt`` of a list of names: the tensors in the state dict that were not DTensors."""
+"""Key in ``meta.pt`` of the names of those tensors in the state dict that were not DTensors."""
 
 CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
 """Key in ``meta.pt`` of dicts and lists in optimizer states, by optimizer, parameter and key."""
@@ -92,7 +92,7 @@ class Snapshot:
     """Entries for the human-readable file ``meta.json``."""
 
     def with_tensors(self, tensors: dict[str, Any]) -> "Snapshot":
-        """Return a snapshot with ``tensors`` and the rest of this snapshot."""
+        """Return a copy of this snapshot that holds ``tensors`` instead of its own tensors."""
         return replace(self, tensors=tensors)
 
 
@@ -108,16 +108,17 @@ def take_snapshot(
 
     Args:
         tensors: Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks.
-        metadata: The rest of the checkpoint. DTensors in its containers are saved by all ranks, other values by rank 0.
+        metadata: The rest of the checkpoint. All ranks save the DTensors in it, and rank 0 saves all other values.
         summary: Entries for ``meta.json``.
-        group: Process group for messages between the ranks. A CPU group does not disturb the accelerator.
-        trust: Whether the checkpoint will be trusted when it is loaded. If not, objects in it cause a warning.
+        group: Process group for messages between the ranks. A CPU group keeps these messages off the accelerator.
+        trust: Whether users will trust the checkpoint when they load it. If not, arbitrary objects in it cause a
+            warning.
 
     Raises:
-        ValueError: When an optimizer's state differs between ranks in tensors that are not DTensors.
+        ValueError: When an optimizer's state has tensors that are not DTensors and that differ between ranks.
         Exception: On every rank, the error of ``torch.save`` when ``metadata`` cannot be pickled.
     """
-    # DCP would take dicts and lists apart, and lose number keys and empty containers, so they go to `meta.pt`
+    # save dicts and lists in `meta.pt`: DCP would take them apart, and lose empty containers and keys that are numbers
     weights, extra = _partition(tensors["state_dict"], _is_extra_state)
     plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
@@ -156,7 +157,8 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     drafts: list[Draft | StoreDraft] = []  # only rank 0 appends a draft
 
     def start() -> AnyPath:
-        drafts.append(start_draft(path))  # this also frees the space of dead processes' drafts
+        # start the draft before the check, because this frees the space of dead processes' drafts
+        drafts.append(start_draft(path))
         check_free_space(path, sum(sizes))
         return drafts[0].path
 
@@ -186,7 +188,7 @@ def read_directory(
     Args:
         path: Checkpoint directory.
         model: Model whose shards are read. A tensor is sharded like the model's tensor of the same name and shape.
-            Every rank must then call this. None reads whole tensors to the host, on this rank alone.
+            With a model, every rank must call this. None reads whole tensors to the host, on this rank alone.
         with_optimizers: Whether to read optimizer states.
         in_place: Whether to read weights directly into the model's tensors, which avoids a second copy.
         verify: Whether to compare the data with its checksums, if there are any.
@@ -197,8 +199,8 @@ def read_directory(
         The checkpoint dict of Lightning's Trainer, with ``state_dict`` and, if there are any, ``optimizer_states``.
 
     Raises:
-        ValueError: When the checkpoint is damaged. Also when it holds objects other than tensors and plain types, and
-            ``trust`` is False.
+        ValueError: When the checkpoint is damaged, or holds objects other than tensors and plain types while ``trust``
+            is False.
     """
     reader = CheckpointReader(path, trust=trust, verify=verify)
 
@@ -244,9 +246,9 @@ def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
 
 
 def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
-    """Run ``action``, and raise an error of DCP as an ``Exception``.
+    """Run ``action``, and convert an error of DCP to an ``Exception``.
 
-    DCP raises a ``BaseException`` when a rank fails, which a user's ``except Exception`` would not catch.
+    When a rank fails, DCP raises a ``BaseException``, which a user's ``except Exception`` would not catch.
     """
     try:
         with _without_warning():
@@ -265,10 +267,10 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Run the block without DCP's warning that there is no process group.
+    """Suppress DCP's warning about a missing process group inside the block.
 
-    Warning filters apply to the whole process, so a background thread must not change them. It always has a process
-    group, so that DCP does not warn.
+    Warning filters apply to the whole process, so a background thread must not change them. A background thread always
+    has a process group, so DCP does not warn there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -279,7 +281,7 @@ def _without_warning() -> Iterator[None]:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP load planner that does not nest flat keys, and that refuses objects that are not trusted."""
+    """DCP load planner that keeps the flat keys, and refuses objects that are not trusted."""
 
     def __init__(self, path: AnyPath, trust: bool) -> None:
         super().__init__(flatten_state_dict=False)
@@ -328,7 +330,7 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
 
 
 def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split an optimizer's state into values for DCP, containers in the states, and values outside the states."""
+    """Split an optimizer's state into values for DCP, containers, and entries besides states and parameter groups."""
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
     # some optimizers also keep shared values in `state`, and these are not always dicts
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
@@ -342,12 +344,12 @@ def _is_extra_state(name: str, value: Any) -> bool:
 
 
 def _is_container(key: Any, value: Any) -> bool:
-    # values with number keys are moved too, because DCP would return their keys as text
+    # values with number keys go to `meta.pt` too, because DCP would return their keys as text
     return isinstance(value, dict | list | tuple) or not isinstance(key, str)
 
 
 def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuse an optimizer state with plain tensors that differ between ranks, because only rank 0's would be saved.
+    """Refuse an optimizer state with plain tensors that differ between ranks, as only rank 0's tensors would be saved.
 
     This happens when an optimizer computes plain tensors from the local shards of its parameters.
     """
@@ -369,7 +371,7 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
 
 
 def _get_size(tensors: dict[str, Any]) -> int:
-    """Return roughly how many bytes this rank writes. Replicas of a tensor share its size equally."""
+    """Return roughly how many bytes this rank writes. The size of a replicated tensor is divided among its ranks."""
     size = 0
 
     def add(tensor: Tensor) -> Tensor:
@@ -403,9 +405,9 @@ def _is_of_optimizer(metadata: Metadata, key: str) -> bool:
 
 
 def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
-    """Return the model's tensor for the stored tensor ``key``, by name. Return None if the shapes differ.
+    """Return the model's tensor that has the name and the shape of the stored tensor ``key``, or None if there is none.
 
-    For a tensor of an optimizer state, this is the parameter that the state belongs to.
+    For a tensor of an optimizer state, return the parameter that the state belongs to.
     """
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
@@ -441,7 +443,7 @@ def _make_target(
 
 
 def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
-    """Convert a value that DCP has read to the shards of the model's tensor ``like``."""
+    """Convert a value that DCP has read so that it has the same shards as the model's tensor ``like``."""
     if not is_converted(like):
         return value
     converted = convert_back(value, like)

@@ -21,7 +21,7 @@ def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any
 
     Args:
         state: Nested containers with sharded and other tensors.
-        copies: Whether to copy tensors that are already whole on rank 0's host, since they may change later.
+        copies: Whether to copy tensors that are already whole on rank 0's host, in case they change later.
 
     Returns:
         The containers with whole tensors on rank 0, and an empty dict on the other ranks.
@@ -45,15 +45,16 @@ def gather_whole(
 
     Args:
         checkpoint: Checkpoint of the Trainer.
-        group: Process group for messages between the ranks. A CPU group does not disturb the accelerator.
+        group: Process group for messages between the ranks. A CPU group keeps these messages off the accelerator.
         copies: Whether to copy tensors that may change later. False is enough if the result is written at once.
-        trust: Whether the checkpoint will be trusted when it is loaded. If not, objects in it cause a warning.
+        trust: Whether users will trust the checkpoint when they load it. If not, arbitrary objects in it cause a
+            warning.
 
     Returns:
         The checkpoint with whole tensors and parameter numbers on rank 0, and an empty dict on the other ranks.
 
     Raises:
-        Exception: On every rank, when rank 0 could not copy the rest of the checkpoint.
+        Exception: On every rank, when rank 0 could not copy a value other than weights and optimizer states.
     """
     gathered = gather_state(checkpoint, copies=copies)
     return on_every_rank(lambda: _detach(gathered, trust) if get_rank() == 0 else {}, group)
@@ -92,10 +93,10 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
         trust: Whether the file may hold arbitrary objects, which can run code when they are loaded.
 
     Returns:
-        The checkpoint dict of Lightning's Trainer. For a plain ``state_dict``, the dict has only this key.
+        The checkpoint dict of Lightning's Trainer. For a plain ``state_dict``, the only key is ``state_dict``.
 
     Raises:
-        ValueError: When the file is not a checkpoint or is damaged. Also when it holds objects and ``trust`` is False.
+        ValueError: When the file is not a checkpoint, is damaged, or holds arbitrary objects while ``trust`` is False.
     """
     content = load_pickled(path, trust=trust, mmap=True)
     if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
