@@ -71,7 +71,7 @@ def reports_norm(trainer: Trainer) -> bool:
 
 
 def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> None:
-    """Register the function ``observer``, which is then called with the gradient norm at every clipping by norm.
+    """Register the function ``observer``, to be called with the gradient norm whenever gradients are clipped by norm.
 
     The norm is a tensor on the device.
     """

@@ -57,8 +57,8 @@ class Preemption(Callback):
     Args:
         signals: Names of the signals to handle besides SIGTERM. If the program has its own handler for one of these
             signals, that handler stays in place.
-        exit_code: Exit code of all ranks. None for 128 plus the number of the signal, as shells report a process that a
-            signal has killed.
+        exit_code: Exit code of all ranks. None for 128 plus the number of the signal, the code that shells report for a
+            process killed by that signal.
 
     Raises:
         ValueError: When a signal or the exit code is invalid, or when the strategy is not one of this package.

@@ -75,7 +75,7 @@ def _find_damaged_before(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[s
 
 
 def _find_damaged_records(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return the first error in this rank's share of a single file's records, or an empty list if all are intact."""
+    """Return a list with the first error in this rank's share of a single file's records, or [] if all are intact."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
             for record in archive.infolist()[rank::ranks]:
