@@ -1,4 +1,4 @@
-"""Use of private names of argparse and jsonargparse, which have no public way to inspect a parser's options.
+"""Access to private names of argparse and jsonargparse, which have no public way to inspect a parser's options.
 
 Tested with Python 3.10 to 3.13 and jsonargparse 4.53.
 """
@@ -9,21 +9,21 @@ from typing import Any
 
 
 def get_subcommands(parser: argparse.ArgumentParser) -> Any:
-    """Return the argparse action that holds the subcommands of ``parser``."""
+    """Return the argparse action that manages the subcommands of ``parser``."""
     return parser._subcommands_action  # type: ignore[attr-defined]
 
 
 def set_summaries(subcommands: Any, summaries: Mapping[str, str]) -> None:
-    """Set the line that ``--help`` shows for each existing subcommand."""
+    """Set the one-line summary of each subcommand that ``--help`` shows."""
     for action in subcommands._choices_actions:
         action.help = summaries[action.dest]
 
 
 def get_option(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
-    """Return the option with the spelling ``name``, such as ``--trainer.strategy``."""
+    """Return the option of ``parser`` that is spelled ``name`` on the command line, such as ``--trainer.strategy``."""
     return parser._option_string_actions[name]
 
 
 def list_names(parsers: Iterable[argparse.ArgumentParser]) -> set[str]:
-    """Return the names under which ``parsers`` store the values of their options."""
+    """Return the names under which ``parsers`` store the parsed values of their options."""
     return {action.dest for parser in parsers for action in parser._actions}

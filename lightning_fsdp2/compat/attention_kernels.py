@@ -1,7 +1,7 @@
-"""Fused attention kernels that also return the logarithm of the softmax's denominator.
+"""Fused attention kernels that also return the logarithm of the softmax's denominator (log-sum-exp).
 
-If attention is computed over parts of the keys, the results can only be merged with this logarithm. In torch 2.11 to
-2.15, ``torch.nn.functional.scaled_dot_product_attention`` calls the same kernels but does not return the logarithm. The
+The log-sum-exp is needed to merge results that were computed over different parts of the keys. In torch 2.11 to 2.15,
+``torch.nn.functional.scaled_dot_product_attention`` calls the same kernels but does not return the log-sum-exp. The
 kernels are private; torch's own ring attention calls them too.
 """
 
@@ -25,18 +25,19 @@ _NORMALIZER_ALIGNMENT = 32
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and its *normalizer*, the logarithm of the softmax's denominator.
+    """Return the attention output and its *normalizer*, the logarithm of the softmax's denominator.
 
     Args:
         query: [batch, heads, queries, dim].
         key: [batch, heads, keys, dim].
         value: [batch, heads, keys, value dim].
         is_causal: Whether the n-th query sees only the first n keys. There must be as many queries as keys.
-        mask: [1 or batch, 1, queries, keys], bool. Every query must see at least one key. None if it sees all keys.
+        mask: [1 or batch, 1, queries, keys], bool: True where a query sees a key. Every query must see at least one
+            key. Without a mask, every query sees all keys.
         scale: Factor by which the scores are multiplied.
 
     Returns:
-        The attention, [batch, heads, queries, value dim], and the normalizer, [batch, heads, queries], float32.
+        The output, [batch, heads, queries, value dim], and the normalizer, [batch, heads, queries], float32.
     """
     size = value.size(-1)
     query, key, value = _pad_heads(query, key, value)
@@ -70,8 +71,8 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of queries, keys and values, given the ``gradient`` of the output.
 
-    The output and the normalizer may come from a softmax over more keys. The gradients are then the contributions of
-    the given keys.
+    ``output`` and ``normalizer`` may come from a softmax over more keys than ``key`` contains. The gradient of the
+    queries is then only the contribution of the given keys.
     """
     sizes = query.size(-1), key.size(-1), value.size(-1)
     query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
@@ -82,14 +83,14 @@ def attend_backward(
             *inputs, output, normalizer, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     elif bias is None and has_flash(query):
-        # without dropout, there is no random state; without packed batches, there are no lengths
+        # no random state, because there is no dropout; no cumulative lengths, because the batch is not packed
         no_random = torch.empty(0, dtype=torch.uint64, device=query.device)
         counts = (None, None, query.size(2), key.size(2))
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             *inputs, output, normalizer.contiguous(), *counts, 0.0, is_causal, no_random, no_random, scale=scale
         )
     else:
-        # this kernel ignores strides, and expects the memory of the output in the order [batch, queries, heads, dim]
+        # this kernel ignores the strides of the output and assumes the memory layout [batch, queries, heads, dim]
         output = output.transpose(1, 2).contiguous().transpose(1, 2)
         padded = F.pad(normalizer, (0, -normalizer.size(-1) % _NORMALIZER_ALIGNMENT)).contiguous()
         no_random = torch.zeros((), dtype=torch.int64)
@@ -109,21 +110,21 @@ def attend_segments_by_flash(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention within segments and its normalizer, with FlashAttention's kernel for packed sequences.
+    """Compute attention within each segment with FlashAttention's kernel for packed sequences.
 
     Args:
-        query: [queries, heads, dim]. :func:`has_flash` must be true for it.
+        query: [queries, heads, dim]. :func:`has_flash` must return True for this tensor.
         key: [keys, key-value heads, dim].
         value: [keys, key-value heads, value dim].
-        ends: Where each segment ends in the queries, and where it ends in the keys. Both are [segments + 1], int32, and
-            begin with a zero.
-        most: Number of queries in the longest segment, and the same for keys.
-        window: Number of keys that a query sees at most, including its own. None for all keys up to its own. In a
-            segment, the last key is the last query's own key.
+        ends: Cumulative segment lengths of the queries and of the keys. Both are [segments + 1], int32, and begin with
+            a zero.
+        most: Number of queries in the longest segment, and number of keys in the longest segment.
+        window: Maximum number of keys that a query sees, including its own key. None for all keys up to its own. The
+            last query of a segment belongs to the last key of the segment.
         scale: Factor by which the scores are multiplied.
 
     Returns:
-        The attention, [queries, heads, value dim], and the normalizer, [heads, queries], float32.
+        The output, [queries, heads, value dim], and its normalizer (as in :func:`attend`), [heads, queries], float32.
     """
     size = value.size(-1)
     inputs = _pad_heads(query, key, value)
@@ -147,9 +148,9 @@ def attend_segments_by_flash_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values for :func:`attend_segments_by_flash`.
+    """Return the gradients of the queries, keys and values of :func:`attend_segments_by_flash`.
 
-    The output and the normalizer may come from a softmax over more keys.
+    ``output`` and ``normalizer`` may come from a softmax over more keys than ``key`` contains.
     """
     sizes = query.size(-1), key.size(-1), value.size(-1)
     query, key, value, output, gradient = _pad_heads(query, key, value, output, gradient)
@@ -164,15 +165,15 @@ def attend_segments_by_flash_backward(
 
 
 def _get_window_options(window: int | None) -> dict[str, int]:
-    """Return FlashAttention's options for a window. Without a window, use the kernel's causal mask instead.
+    """Return FlashAttention's options for a sliding window. Without a window, the caller turns on the causal mask.
 
-    Both masks are aligned with the last key.
+    FlashAttention aligns both masks so that the last query belongs to the last key.
     """
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def has_flash(query: Tensor) -> bool:
-    """Return whether FlashAttention can compute the attention of these queries, if there is no mask."""
+    """Return whether FlashAttention can compute unmasked attention for these queries on their device."""
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -182,9 +183,9 @@ def has_flash(query: Tensor) -> bool:
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """Pad the head dims of all tensors with zeros to the same size; the scores do not change.
+    """Pad the head dims of all tensors with zeros to the same size, which does not change the scores.
 
-    On accelerators, the size is also rounded up to the alignment of the kernels.
+    On accelerators, also round this size up to the alignment that the kernels require.
     """
     alignment = 1 if tensors[0].device.type == "cpu" else _ALIGNMENT
     size = max(tensor.size(-1) for tensor in tensors)
@@ -193,11 +194,11 @@ def _pad_heads(*tensors: Tensor) -> list[Tensor]:
 
 
 def _make_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Convert ``mask`` to a bias that the kernels add to the scores, in the dtype of the queries."""
+    """Convert ``mask`` to a bias in the dtype of the queries, which the kernels add to the scores."""
     if mask is None:
         return None
     shape = (query.size(0), query.size(1), query.size(2), key.size(2))
-    # the kernels require that every row of the bias begins at a multiple of the alignment
+    # the kernels require every row of the bias to begin at a multiple of the alignment
     memory = query.new_zeros(*mask.shape[:-1], shape[-1] + -shape[-1] % _ALIGNMENT)
     bias = memory[..., : shape[-1]].masked_fill_(~mask, -torch.inf)
     return bias if query.device.type == "cpu" else bias.expand(shape)

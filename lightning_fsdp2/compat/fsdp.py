@@ -1,4 +1,4 @@
-"""Use of private names of torch's FSDP2, for the state that it keeps on its modules. Tested with torch 2.11 to 2.15."""
+"""Access to the private state that FSDP2 keeps on its modules. Tested with torch 2.11 to 2.15."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,24 +11,24 @@ from torch.distributed.tensor import DTensor
 
 
 def initialize_root(module: FSDPModule) -> None:
-    """Make ``module`` the FSDP2 root of all units inside it, as its first forward would.
+    """Make ``module`` the FSDP2 root of all FSDP2 units inside it, as the first forward of ``module`` would.
 
-    Without this call, the unit that runs first becomes the root, and a second root is an error. torch has no public way
-    to choose the root.
+    Without this call, the unit whose forward runs first becomes the root. If this is an inner unit, FSDP2 raises an
+    error when an outer unit is called later. torch has no public way to choose the root.
     """
     module._get_fsdp_state()._lazy_init()
 
 
 def end_forward(module: FSDPModule) -> None:
-    """Clean up the state of ``module`` after a part of the model was called alone, so that ``reshard`` works.
+    """Reset the forward state of ``module`` after only a part of the model was called, so that ``reshard`` works.
 
-    A call of one block prefetches the next block, which then is not used. If one module of a unit is called
-    (``lm_head`` without the norm), the unit keeps waiting for its other modules. In both cases, gathered weights would
-    stay and be outdated after the next optimizer step. ``FSDPModule.reset_iter_state`` (torch 2.13) would also help,
-    but it drops accumulated gradients.
+    When one block is called alone, FSDP2 prefetches the next block, although nobody calls it. When one module of a unit
+    is called alone (``lm_head`` without the norm), the unit keeps waiting for its other modules. In both cases, the
+    gathered weights would stay in memory and be outdated after the next optimizer step.
+    ``FSDPModule.reset_iter_state`` (torch 2.13) also resets this state, but it drops accumulated gradients.
     """
     state = module._get_fsdp_state()
-    # torch prefetches along this order, even from an earlier forward; the order does not exist before the first forward
+    # FSDP2 prefetches in this order, even if an earlier forward recorded it; before the first forward, there is none
     getattr(state._comm_ctx, "post_forward_order", []).clear()
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
@@ -45,9 +45,9 @@ def end_forward(module: FSDPModule) -> None:
 def ensure_gathered_once(module: FSDPModule) -> None:
     """Gather the weights of ``module`` if they were never gathered before. Every rank must call this function.
 
-    With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter. It
-    does so even for a unit that was not used in the forward (an unused head, a dropped layer), and fails if there never
-    was such a copy.
+    With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter, and
+    fails if a parameter was never gathered. This includes units that the forward did not use, such as an unused head or
+    a dropped layer.
     """
     if any(
         not hasattr(parameter, "_unsharded_param")
@@ -60,9 +60,10 @@ def ensure_gathered_once(module: FSDPModule) -> None:
 
 @contextmanager
 def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Keep weights gathered after each forward inside the block, and restore the modules' settings at its end.
+    """Keep the weights of ``modules`` gathered after each forward, until the ``with`` block ends.
 
-    ``FSDPModule.set_reshard_after_forward`` changes these settings, but there is no public way to read them.
+    The end of the block restores the modules' settings of ``reshard_after_forward``. FSDP2 has a public function that
+    changes these settings, ``FSDPModule.set_reshard_after_forward``, but none that reads them.
     """
     groups = [group for module in modules for group in _get_param_groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]
@@ -76,28 +77,28 @@ def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None
 
 
 def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
-    """Drop the gradients of ``parameters`` in a unit that were accumulated without gradient synchronisation.
+    """Drop the gradients that ``parameters`` of a unit have accumulated without gradient synchronisation.
 
     torch has no public way to do this.
     """
     for group in _get_param_groups(module):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
         for parameter in chosen:
-            if hasattr(parameter, "_unsharded_param"):  # true once it was gathered
+            if hasattr(parameter, "_unsharded_param"):  # exists once the parameter was gathered
                 parameter._unsharded_param.grad = None
-            if parameter.unsharded_accumulated_grad is not None:  # before torch 2.15, separate from `grad`
+            if parameter.unsharded_accumulated_grad is not None:  # torch 2.15 keeps this gradient in `grad`
                 parameter.unsharded_accumulated_grad = None
         if len(chosen) == len(group.fsdp_params):
-            group._partial_reduce_output = None  # holds the gradients of the whole unit under HSDP
+            group._partial_reduce_output = None  # HSDP keeps the unit's gradients here
             getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
 
 
 def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
-    """Copy gradients that share memory, if they were accumulated without gradient synchronisation.
+    """Give each parameter its own gradient memory where gradients accumulated without synchronisation share memory.
 
-    If several parameters are added or concatenated, autograd may give all of them the same tensor as gradient. It
-    copies the tensor for each parameter except the last. With DTensors, autograd does not notice the sharing and copies
-    nothing, so the next backward would add to the gradients of several parameters at once.
+    If several parameters are added or concatenated, autograd may compute one gradient tensor for all of them. Normally,
+    autograd then copies this tensor for each parameter except the last. With DTensors, autograd does not notice the
+    sharing and copies nothing, so the next backward would add to the gradients of several parameters at once.
     """
     seen: set[int] = set()
     for group in (group for module in modules for group in _get_param_groups(module)):
@@ -111,7 +112,7 @@ def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
 
 
 def _get_param_groups(module: FSDPModule) -> list[Any]:
-    """Return the parameter groups of a unit. torch 2.11 has at most one, and later versions have a list."""
+    """Return the parameter groups of a unit: at most one in torch 2.11, and any number in later versions."""
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]

@@ -1,7 +1,8 @@
 """Ledger of the methods that a run replaces on Lightning's live objects, with reasons. Tested with lightning 2.6.6.
 
-Methods are replaced where Lightning has no hook. The object gets an attribute that hides the method of its class, and
-the class does not change. :meth:`Ledger.put_back` removes the attribute, unless other code has replaced it since.
+The package replaces methods where Lightning has no hook. It sets an attribute on the object that hides the method of
+the class; the class does not change. :meth:`Ledger.put_back` removes the attribute, unless other code has replaced it
+since.
 """
 
 import itertools
@@ -29,7 +30,7 @@ class Replacement:
 
 @dataclass(frozen=True, eq=False)
 class _Replaced:
-    """Temporary value of an attribute, with the object's previous value if it had its own."""
+    """Temporary value of an object's attribute, with the value that the object itself had before, if any."""
 
     name: str
     value: Any
@@ -39,7 +40,7 @@ class _Replaced:
 
 
 class Ledger:
-    """Record of the replaced attributes of live objects, to put them back."""
+    """Record of replaced attributes of live objects, which can restore the original attributes."""
 
     def __init__(self) -> None:
         self.entries: list[Replacement] = []
@@ -48,15 +49,15 @@ class Ledger:
     def replace(self, owner: Any, name: str, value: Any, *, reason: str) -> None:
         """Replace the attribute ``name`` of ``owner`` with ``value``.
 
-        An earlier run that was aborted may have left the value of another ledger. The original is then put back first.
+        If an aborted run has left a replacement from a different ledger, restore the original attribute first.
 
         Raises:
-            RuntimeError: If ``owner`` has no attribute ``name``, because the version of Lightning is another one.
+            RuntimeError: If ``owner`` has no attribute ``name``, because a different version of Lightning is installed.
         """
         if not hasattr(owner, name):
             raise RuntimeError(
-                f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which has to be replaced"
-                f" because {reason}; install lightning 2.6.6."
+                f"lightning {version('lightning')} has no {type(owner).__name__}.{name}, which this package has to"
+                f" replace because {reason}; install lightning 2.6.6."
             )
         _put_back(owner, [old for old in _get_replaced(owner) if old.name == name and old.ledger != self._number])
         own = vars(owner)
@@ -66,7 +67,7 @@ class Ledger:
         self.entries.append(Replacement(owner, name, reason))
 
     def put_back(self, owner: Any, *names: str) -> None:
-        """Restore the replaced attributes ``names`` of ``owner``, or all of them if no names are given."""
+        """Restore the attributes ``names`` of ``owner``, or all its replaced attributes if no names are given."""
         replaced = [old for old in _get_replaced(owner) if old.ledger == self._number]
         _put_back(owner, [old for old in replaced if not names or old.name in names])
         self.entries = [
@@ -74,19 +75,19 @@ class Ledger:
         ]
 
     def put_back_all(self) -> None:
-        """Restore the replaced attributes of all objects."""
+        """Restore all replaced attributes of all objects."""
         for owner in {id(entry.owner): entry.owner for entry in self.entries}.values():
             self.put_back(owner)
 
 
 def get_ledger(trainer: Any) -> Ledger:
-    """Return the ledger of a Trainer, which is the same for fit, validate, test and predict."""
+    """Return the ledger of ``trainer``. A Trainer has one ledger for fit, validate, test and predict."""
     ledger: Ledger = vars(trainer).setdefault(_LEDGER_ATTRIBUTE, Ledger())
     return ledger
 
 
 def has_own(owner: Any, name: str) -> bool:
-    """Return whether ``owner`` has an attribute ``name`` on the instance that does not come from a ledger."""
+    """Return whether the instance ``owner`` itself has an attribute ``name`` that no ledger has set."""
     own = vars(owner)
     return name in own and not any(old.name == name and old.value is own[name] for old in _get_replaced(owner))
 

@@ -1,4 +1,4 @@
-"""Use of private names of Lightning, with the reasons. Tested with lightning 2.6.6."""
+"""Access to private names of Lightning, with the reasons. Tested with lightning 2.6.6."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ call_module_hook = call._call_lightning_module_hook
 
 
 def logs_graph(logger: Logger) -> bool:
-    """Return whether ``logger`` traces the module's forward for a graph. It does so on rank 0 only."""
+    """Return whether ``logger`` traces the module's forward to log its graph. Loggers trace on rank 0 only."""
     return isinstance(logger, TensorBoardLogger) and bool(logger._log_graph)
 
 
@@ -52,24 +52,24 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:
-    """Set ``module.device``. Lightning only sets it when it moves a module, and sharded modules are not moved."""
+    """Set ``module.device``. Lightning sets it only when it moves a module, and it never moves sharded modules."""
     module._device = device
 
 
 def has_trainer(module: LightningModule | None) -> bool:
-    """Return whether ``module`` has a Trainer. It has none if Lightning refuses the arguments of ``fit``."""
+    """Return whether ``module`` is attached to a Trainer. It is not if Lightning rejected the arguments of ``fit``."""
     return module is not None and module._trainer is not None
 
 
 def decide_on_validation_together(trainer: Trainer, decide: Callable[[bool], bool]) -> None:
-    """Let all ranks decide together about each validation, if ``val_check_interval`` is a time.
+    """Let all ranks decide together when to validate, if ``val_check_interval`` is a time.
 
-    Each rank measures this time with its own clock.
+    Otherwise each rank would decide by its own clock, and some ranks could validate while others train.
 
     Args:
         trainer: Trainer that runs ``fit``.
-        decide: Function that decides for all ranks. Its argument is whether a validation is due on this rank. All ranks
-            call it after each batch.
+        decide: Function that returns the common decision of all ranks. Its argument is whether a validation is due by
+            this rank's clock. All ranks call the function after each batch.
     """
     loop = cast(Any, trainer).fit_loop.epoch_loop
     is_due = type(loop)._should_check_val_fx
@@ -92,16 +92,16 @@ def get_loaders(trainer: Trainer) -> list[Any]:
 
 
 def get_loader_states(trainer: Trainer) -> list[Any]:
-    """Return the states of the training data loaders, as checkpoints hold them."""
+    """Return the states of the training data loaders, in the form in which Lightning checkpoints store them."""
     loader = cast(Any, trainer).fit_loop._combined_loader
     return [] if loader is None else loader._state_dicts()
 
 
 def restore_loader_states(trainer: Trainer) -> None:
-    """Load the states of the data loaders if Lightning has failed to do so.
+    """Load the states of the training data loaders from the checkpoint if Lightning has failed to do so.
 
-    Lightning fails if ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``. This makes the loaders
-    before their states are restored (https://github.com/Lightning-AI/pytorch-lightning/issues/20550).
+    Lightning fails if ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, because reading this
+    attribute builds the loaders too early (https://github.com/Lightning-AI/pytorch-lightning/issues/20550).
     """
     fit_loop = cast(Any, trainer).fit_loop
     if fit_loop._combined_loader_states_to_load:
@@ -110,27 +110,27 @@ def restore_loader_states(trainer: Trainer) -> None:
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return whether gradients are accumulated further, so that no optimizer step follows the current micro-batch."""
+    """Return whether gradient accumulation continues, so that no optimizer step follows the current micro-batch."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def logs_current_step(trainer: Trainer) -> bool:
-    """Return whether the Trainer logs the current step, because of ``log_every_n_steps`` or because the run ends."""
+    """Return whether the Trainer logs at the current step, either by ``log_every_n_steps`` or because the run ends."""
     return bool(cast(Any, trainer)._logger_connector.should_update_logs)
 
 
 def get_logged_step(trainer: Trainer) -> int:
     """Return the step number that the Trainer currently passes to loggers.
 
-    ``global_step`` differs: it counts the steps of every optimizer, and is one ahead.
+    ``global_step`` is a different number: it counts the steps of all optimizers, and is one ahead of the logged step.
     """
     return int(cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
 
 
 def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
-    """Return how many batches of the current epoch were done before the run resumed.
+    """Return how many batches of the current epoch were processed before the run was interrupted and resumed.
 
-    The number is known only in the first iteration after resuming; at other times the result is 0.
+    The number is known only in the first iteration after resuming. At all other times, return 0.
     """
     loop = cast(Any, trainer).fit_loop.epoch_loop
     return int(loop.batch_progress.current.ready) if loop.restarting else 0
@@ -139,8 +139,9 @@ def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
 def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call ``before`` and ``after`` around each ``next(dataloader)`` in training.
 
-    Lightning's profiler is called at the same places. The whole time between two batches would be a wrong measure,
-    because it includes logging, checkpoints, and waiting for the device when SIGTERM is broadcast.
+    Lightning calls its profiler at the same points. The time between two batches would be too long a measure of the
+    fetch, because it includes logging, saving checkpoints, and waiting for the device when Lightning broadcasts
+    SIGTERM.
     """
     loop, ledger = cast(Any, trainer).fit_loop.epoch_loop, get_ledger(trainer)
     reason = "no hook of callbacks is called around the fetch of a batch"
@@ -151,16 +152,16 @@ def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[
 
 
 def ignore_fetches(trainer: Trainer) -> None:
-    """Undo :func:`watch_fetches`."""
+    """Undo :func:`watch_fetches`, so that its functions are not called any more."""
     get_ledger(trainer).put_back(cast(Any, trainer).fit_loop.epoch_loop, "_on_before_fetch", "_on_after_fetch")
 
 
 def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
-    """Let ``note`` handle SIGTERM and SLURM's signal instead of Lightning's handlers.
+    """Make Lightning register ``note`` as the handler of SIGTERM and of SLURM's signal, instead of its own handlers.
 
-    Lightning registers its handlers later. They communicate in whatever code the rank is running. Without them, the
-    broadcast of SIGTERM in every micro-batch is useless. It is removed too, because it makes the CPU wait for the
-    device.
+    Lightning's own handlers run collectives at whatever point of the code the signal interrupts. Without these
+    handlers, Lightning's broadcast of SIGTERM in every micro-batch has no use. The broadcast is removed too, because it
+    makes the CPU wait for the device.
 
     Raises:
         RuntimeError: If this version of Lightning lacks one of the replaced methods.
@@ -173,11 +174,12 @@ def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
 
 
 def end_by_sigterm(trainer: Trainer) -> None:
-    """Let SIGTERM end the process during an evaluation, unless the program handles it, and ignore SLURM's signal.
+    """Let SIGTERM end the process during an evaluation, unless the program has its own handler; ignore SLURM's signal.
 
-    Lightning's handlers communicate in whatever code the rank is running, and an evaluation does not use their result.
+    This replaces Lightning's handlers. They run collectives at whatever point of the code the signal interrupts, and an
+    evaluation does not use the result.
     """
-    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # called after Lightning's handler
+    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # Lightning calls it after `end`
     launcher = trainer.strategy.launcher
 
     def end(number: int, frame: Any) -> None:
@@ -206,19 +208,20 @@ def give_signals_back(trainer: Trainer) -> None:
 
 
 def end_signal_handling(trainer: Trainer) -> None:
-    """Restore the program's own signal handlers now; the Trainer would restore them only at the end of its teardown."""
+    """Restore the program's own signal handlers now, before the Trainer restores them at the end of its teardown."""
     cast(Any, trainer)._signal_connector.teardown()
 
 
 class StepBoundary:
     """Boundary between two batches, where training can stop and resume without skipping any work.
 
-    At the boundary, the hooks and metrics of the last batch are done. A validation, an update of ``ReduceLROnPlateau``
-    or the end of the epoch may still be due. If Lightning alone resumes from a checkpoint of this moment, it skips this
-    work. If the checkpoint was saved while ``is_left`` was True, the resumed run does the work first.
+    At the boundary, Lightning has run the hooks of the last batch and logged its metrics. A validation, an update of
+    ``ReduceLROnPlateau`` or the end of the epoch may still be due. If a checkpoint is saved at this point, plain
+    Lightning skips this work on resuming. The owner of a boundary therefore sets ``is_left`` to True while it saves a
+    checkpoint at the boundary; a run that resumes from this checkpoint does the work first.
 
-    This class also adds to all checkpoints of the run the metrics that callbacks and schedulers monitor. Lightning does
-    not save them.
+    This class also adds the metrics that callbacks and schedulers monitor to all checkpoints of the run, because
+    Lightning does not save these metrics.
 
     Args:
         trainer: Trainer whose ``fit`` has not loaded a checkpoint yet.
@@ -243,16 +246,16 @@ class StepBoundary:
         get_ledger(self._trainer).put_back(self._loop, *self._REPLACED)
 
     def is_end_of_fit(self) -> bool:
-        """Return whether no step follows. A run that resumed from here would skip the end of ``fit``."""
+        """Return whether ``fit`` ends after this step. A run that resumed from here would skip the end of ``fit``."""
         is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
         return bool(is_last or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early))
 
     def _on_save_checkpoint(self) -> dict[str, Any]:
         metrics = dict(self._trainer.callback_metrics)
         if self.is_left and self._loop._num_ready_batches_reached():
-            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # all batches of the epoch are done
+            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # add the metrics of the whole epoch
         state = type(self._loop).on_save_checkpoint(self._loop)
-        # users may also put values that are not metrics into `callback_metrics`
+        # leave out values that users have put into `callback_metrics` and that are not metrics
         scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
         return {**state, "callback_metrics": scalars, "is_left_behind_batch": self.is_left}
 
@@ -266,12 +269,12 @@ class StepBoundary:
     def _advance(self, fetcher: Any) -> None:
         if self._is_entered:
             self._is_entered = False
-            self._loop.val_loop.restarting = False  # otherwise a validation would not begin with its first batch
+            self._loop.val_loop.restarting = False  # otherwise a validation would not start at its first batch
         elif not self._has_no_batch_left(fetcher):
             type(self._loop).advance(self._loop, fetcher)
 
     def _has_no_batch_left(self, fetcher: Any) -> bool:
-        """Return whether a resumed epoch only has to end, without a validation. Lightning would run one more batch."""
+        """Return whether a resumed epoch has no batch or validation left. Lightning would run one more batch."""
         is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
         return is_ended and not self._loop._should_check_val_fx(fetcher)
 
@@ -289,12 +292,12 @@ def _is_scalar(value: Any) -> bool:
 def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
     """Return the callback that saves the checkpoints from which a run resumes, or None if there is none.
 
-    It is the first ``ModelCheckpoint`` with ``save_last``, or else the first one.
+    Choose the first ``ModelCheckpoint`` with ``save_last``, or the first ``ModelCheckpoint`` if none has ``save_last``.
     """
     if cast(Any, trainer).fast_dev_run:  # no checkpoints are saved
         return None
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    # callbacks that save weights alone go last, because no run can resume from their checkpoints
+    # callbacks with `save_weights_only` go last, because no run can resume from their checkpoints
     callbacks.sort(key=lambda callback: callback.save_weights_only)
     return next((callback for callback in callbacks if callback.save_last), next(iter(callbacks), None))
 
@@ -302,7 +305,7 @@ def get_optional_model_checkpoint(trainer: Trainer) -> ModelCheckpoint | None:
 def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only: bool = False) -> str:
     """Save a checkpoint under the name that ``callback`` uses for its last checkpoint, and return the path."""
     choices = callback.save_last, callback.save_weights_only
-    # with save_last="link", the callback would make a link, but there may be no checkpoint to link to yet
+    # with save_last="link", the callback would link to an earlier checkpoint, but there may be none yet
     callback.save_last, callback.save_weights_only = True, save_weights_only
     try:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
@@ -312,22 +315,22 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only:
 
 
 def get_slurm_checkpoint_path(trainer: Trainer) -> str:
-    """Return the path where Lightning on SLURM looks for a checkpoint if no ``ckpt_path`` is given."""
+    """Return the path of the checkpoint from which Lightning on SLURM resumes if no ``ckpt_path`` is given."""
     connector = cast(Any, trainer)._checkpoint_connector
     return str(connector._hpc_resume_path or connector.hpc_save_path(trainer.default_root_dir))
 
 
 def is_last_epoch(trainer: Trainer) -> bool:
-    """Return whether ``fit`` ends with the epoch that is ending now, which may be complete or cut short.
+    """Return whether ``fit`` ends with the epoch that is ending now, whether this epoch is complete or cut short.
 
-    ``fit_loop.done`` gives the same answer, but prints a message each time it is read.
+    ``fit_loop.done`` has the same value, but prints a message each time it is read.
     """
     loop = cast(Any, trainer.fit_loop)
     return _is_told_to_end(trainer) or _is_max_limit_reached(loop.epoch_progress.current.processed, loop.max_epochs)
 
 
 def is_epoch_cut_short(trainer: Trainer) -> bool:
-    """Return whether ``max_steps`` or a request to stop has ended ``fit`` in the middle of an epoch."""
+    """Return whether ``max_steps`` or ``trainer.should_stop`` has ended ``fit`` in the middle of an epoch."""
     loop = cast(Any, trainer.fit_loop)
     epoch, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     return epoch.started == epoch.processed > 0 and not batches.is_last_batch and _is_told_to_end(trainer)
@@ -339,9 +342,9 @@ def _is_told_to_end(trainer: Trainer) -> bool:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Change the state of a fit loop so that a resumed run continues the last epoch, which the state counts as done.
+    """Reopen the last epoch in the saved state of a fit loop, so that a resumed run continues this epoch.
 
-    Otherwise the run would skip the rest of an epoch that was cut short; see :func:`is_epoch_cut_short`.
+    Otherwise the run would skip the remaining batches of an epoch that was cut short; see :func:`is_epoch_cut_short`.
     """
     for count in ("current", "total"):
         progress = fit_loop["epoch_progress"][count]
@@ -349,26 +352,26 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
 
 
 def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
-    """Correct the epoch counts in the state of a run that resumes, and return the number of its current epoch.
+    """Correct the epoch counts in the fit loop state from which a run resumes, and return the current epoch's number.
 
-    If the checkpoint was saved at the end of an epoch, a run with ``max_steps`` ends that epoch again and would count
-    it twice. Samplers that shuffle by epoch would then be one epoch ahead.
+    If the checkpoint was saved at the end of an epoch, a resumed run with ``max_steps`` ends this epoch a second time.
+    Without the correction, it would count the epoch twice, and samplers that shuffle by epoch would be one epoch ahead.
     """
     _end_last_batch(fit_loop)
     progress = fit_loop["epoch_progress"]["current"]
     if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
         reopen_epoch(fit_loop)
         if fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
-            # the end of the epoch increments this count again
+            # when the epoch ends again, Lightning increments this count a second time
             fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     return int(progress["processed"])
 
 
 def _end_last_batch(fit_loop: dict[str, Any]) -> None:
-    """Count the last batch of an epoch as completed if the state was saved in a hook of that batch.
+    """Count the last batch of an epoch as completed if the state was saved in a hook of this batch.
 
-    Without this, Lightning would go on to the next epoch with exhausted data loaders, and that epoch would have no
-    batch. With the corrected count, Lightning ends the current epoch first.
+    Without this correction, Lightning would begin the next epoch with exhausted data loaders, so the epoch would have
+    no batches. With the corrected count, Lightning ends the current epoch first.
     """
     epoch, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     batch = batches["current"]
@@ -379,25 +382,25 @@ def _end_last_batch(fit_loop: dict[str, Any]) -> None:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Set the epoch of a data loader's samplers. In a resumed run, Lightning sets it only after making the iterator."""
+    """Set the epoch of a data loader's samplers. On resuming, Lightning does so too late, after making the iterator."""
     _set_sampler_epoch(dataloader, epoch)
 
 
 def begin_epoch_after_complete_one(trainer: Trainer) -> None:
-    """Make a run that resumes after a complete epoch begin the next epoch with its first batch.
+    """Make a run that resumes after a complete epoch begin the next epoch at batch 0.
 
     With ``max_steps``, Lightning would begin the next epoch at the batch number at which the last epoch ended.
     """
     loop = cast(Any, trainer.fit_loop)
     epoch = loop.epoch_progress.current
     if loop.restarting and epoch.ready == epoch.started == epoch.processed == epoch.completed:
-        cast(Any, _Loop).restarting.fset(loop, False)  # the base class's setter, as the loop's own sets True again
+        cast(Any, _Loop).restarting.fset(loop, False)  # base class; the loop's own setter sets True again
 
 
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:
-    """Return the path and step of the checkpoint that was saved last.
+    """Return the path and step of the checkpoint that ``callback`` has saved most recently.
 
-    This may be another checkpoint than ``last_model_path`` or ``best_model_path``.
+    The path may differ from ``last_model_path`` and ``best_model_path``.
     """
     return callback._last_checkpoint_saved, callback._last_global_step_saved
 
@@ -418,21 +421,21 @@ def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callabl
 
 
 def let_steps_run_alone(trainer: Trainer, batches: int) -> None:
-    """Prepare the fit loop so that training steps can be called one by one, without data loaders.
+    """Prepare the fit loop for callers that run training steps one by one, without data loaders.
 
     Args:
         trainer: Trainer that runs ``fit``.
         batches: Number of batches in an epoch.
     """
     loop = cast(Any, trainer).fit_loop
-    # schedulers read `trainer.estimated_stepping_batches`, which needs a loader
+    # schedulers may read `trainer.estimated_stepping_batches`, which fails without a loader
     loop._combined_loader = SimpleNamespace(iterables=())
     loop.max_batches = batches
     loop.max_epochs = 1
 
 
 def begin_batch(trainer: Trainer, batch: Any, index: int) -> Any:
-    """Begin a batch as the training loop does, and return the arguments of its step."""
+    """Begin a batch as the training loop does, and return the arguments of its training step."""
     loop = cast(Any, trainer).fit_loop.epoch_loop
     loop.batch_progress.increment_ready()
     cast(Any, trainer)._logger_connector.on_batch_start(batch)
@@ -441,5 +444,5 @@ def begin_batch(trainer: Trainer, batch: Any, index: int) -> Any:
 
 
 def log_batch(trainer: Trainer) -> None:
-    """Collect the values that were logged during the last batch."""
+    """Make Lightning collect the values that the module logged during the last batch."""
     cast(Any, trainer)._logger_connector.on_batch_end()

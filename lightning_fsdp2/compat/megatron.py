@@ -1,6 +1,6 @@
-"""Use of private names of megatron-fsdp, to control its wrapper step by step. Tested with 0.5.1, 0.6.0 and 0.6.1.
+"""Access to private names of megatron-fsdp, to control its wrapper step by step. Tested with 0.5.1, 0.6.0 and 0.6.1.
 
-There is no public way to begin and end a backward, or to choose when the model's parameters are swapped.
+megatron-fsdp has no public way to begin and end a backward, or to choose when it swaps the model's parameters.
 """
 
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 def take_over_exchange(wrapper: Any, install_raw: Callable[[], None], install_distributed: Callable[[], None]) -> None:
-    """Make ``wrapper`` call the given functions whenever it would swap the parameters of its model.
+    """Make ``wrapper`` call the given functions instead of swapping the parameters of its model itself.
 
     Args:
         wrapper: ``megatron_fsdp.MegatronFSDP``.
-        install_raw: Function that puts the parameters for computing into the model.
-        install_distributed: Function that puts the parameters for optimizers into the model.
+        install_raw: Function that puts the parameters for forward and backward into the model.
+        install_distributed: Function that puts the sharded parameters for the optimizer into the model.
     """
-    wrapper._replace_param_with_raw_if_needed()  # the first call also marks parameters that modules share
+    wrapper._replace_param_with_raw_if_needed()  # the first call also marks shared parameters
     wrapper._replace_param_with_distributed_if_needed()
     vars(wrapper)["_replace_param_with_raw_if_needed"] = install_raw
     vars(wrapper)["_replace_param_with_distributed_if_needed"] = install_distributed
 
 
 def take_hooks_off(wrapper: Any) -> None:
-    """Remove the hooks with which ``wrapper`` notices that a backward begins."""
+    """Remove the hooks by which ``wrapper`` detects the beginning of a backward."""
     wrapper._root_pre_backward_hook_handle.remove()
     for name, handle in wrapper.backward_pre_hooks.items():
         if name.endswith("_root_pre_backward"):
@@ -32,7 +32,7 @@ def take_hooks_off(wrapper: Any) -> None:
 
 
 def abandon_backward(wrapper: Any) -> None:
-    """Reset ``wrapper`` to the state between two backwards, after a backward that failed."""
+    """Reset ``wrapper`` after a failed backward to the state in which it waits for the next backward."""
     wrapper._root_pre_backward_hook_issued = False
     wrapper._params_require_handle_grad = set()
     for module in wrapper.module.modules():
@@ -43,7 +43,7 @@ def abandon_backward(wrapper: Any) -> None:
 
 
 def list_without_gradient(wrapper: Any) -> list[Tensor]:
-    """Return the trainable parameters that got no gradient in the backward that is about to end."""
+    """Return the trainable parameters that received no gradient in the backward that is about to end."""
     return [
         parameter
         for parameter in wrapper._params_require_handle_grad

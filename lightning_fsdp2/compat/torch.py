@@ -1,4 +1,4 @@
-"""Use of private names of torch, with reasons and possible replacements. ``fsdp.py`` has those of FSDP2."""
+"""Access to private names of torch, with reasons and possible replacements. See ``fsdp.py`` for the names of FSDP2."""
 
 import inspect
 import pickle
@@ -25,10 +25,10 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 StridedShard: Any = placement_types._StridedShard
-"""Placement of packed weights, which have a shard of each of several parts. transformers also uses it for experts."""
+"""Placement of packed weights, in which each part is sharded separately. transformers also uses it for experts."""
 
 StorageInfo: Any = filesystem._StorageInfo
-"""Position of a tensor in the files of a checkpoint. The file ``.metadata`` has contained it since torch 2.1."""
+"""Class for the position of a tensor in a checkpoint's files. The file ``.metadata`` has used it since torch 2.1."""
 
 StateDictStager: Any = _state_dict_stager.StateDictStager
 """Class that copies state dicts to host memory and reuses this memory for the next copy. In torch 2.11, the public
@@ -63,7 +63,7 @@ def get_operation(function: Any) -> Any:
 
 
 def get_schema(operation: Any) -> Any:
-    """Return the schema of an operation: its name, its arguments, and which of them it changes."""
+    """Return the schema of an operation: its name, its arguments, and which arguments it changes in place."""
     return operation._schema
 
 
@@ -73,47 +73,47 @@ def get_forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether a hook on the gradient of ``parameter`` was registered."""
+    """Return whether ``parameter`` has a hook on its gradient."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def is_module_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called before."""
+    """Return whether ``module`` was compiled with ``module.compile()``."""
     return module._compiled_call_impl is not None
 
 
 def get_shard(tensor: DTensor) -> Tensor:
-    """Return this rank's shard of ``tensor``, without the view that ``to_local`` would make for autograd."""
+    """Return this rank's shard of ``tensor`` itself, whereas ``to_local`` would return a view for autograd."""
     return tensor._local_tensor
 
 
 def split_evenly(tensor: Tensor, ranks: int) -> list[Tensor]:
-    """Split ``tensor`` along dim 0 into the shards of a DTensor on this number of ranks."""
+    """Split ``tensor`` along dim 0 into as many shards as there are ``ranks``, in the way DTensor does."""
     return placement_types.Shard(0)._split_tensor(tensor, ranks, with_padding=False)[0]
 
 
 def get_storage_id(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of ``tensor``, also for meta tensors, which have no address."""
+    """Return a number that identifies the storage of ``tensor``, even on the meta device, which has no addresses."""
     return tensor.untyped_storage()._cdata
 
 
 def make_wrapper_subclass(cls: type[Tensor], like: Tensor) -> Any:
-    """Make a tensor of the subclass ``cls`` that has no memory but the shape, strides, dtype and device of ``like``."""
+    """Make a tensor of the subclass ``cls`` without memory, with the shape, strides, dtype and device of ``like``."""
     return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
-    """Register a function that is called once at the end of the current backward."""
+    """Register ``function``, so that autograd calls it once at the end of the current backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def finish_static_graph(wrapper: DistributedDataParallel, *, reduces_all: bool) -> None:
-    """Make DDP check now whether all gradients were reduced; by default it checks in the next forward.
+    """Make DDP check now whether all gradients were reduced. By default, DDP checks this in the next forward.
 
     Args:
         wrapper: Wrapper that has just finished a backward with gradient synchronisation.
-        reduces_all: Whether to reduce all gradients now. A wrapper with a static graph does not reduce them in its
-            first backward.
+        reduces_all: Whether to reduce all gradients before the check. This is necessary after the first backward of a
+            wrapper with a static graph, which reduces nothing.
     """
     reducer: Any = wrapper.reducer
     if reduces_all:
@@ -124,8 +124,8 @@ def finish_static_graph(wrapper: DistributedDataParallel, *, reduces_all: bool) 
 def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> DistributedDataParallel:
     """Wrap ``module`` in DDP, and pass ``broadcast_buffers`` under the name that this version of torch uses.
 
-    In torch 2.13 and 2.15, ``broadcast_buffers`` is deprecated in favour of ``forward_sync_buffers``. If the new flag
-    is False, buffers are still broadcast once when the module is wrapped, unless ``init_sync`` is False too.
+    In torch 2.13 and 2.15, ``broadcast_buffers`` is deprecated in favour of ``forward_sync_buffers``. Even if the new
+    flag is False, DDP broadcasts buffers once when it wraps the module, unless ``init_sync`` is False too.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     options["forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"] = broadcast_buffers
@@ -133,24 +133,25 @@ def replicate(module: nn.Module, *, broadcast_buffers: bool, **options: Any) -> 
 
 
 def has_own_loading(module: nn.Module) -> bool:
-    """Return whether a hook or an overridden method changes how ``module`` itself loads a state dict.
+    """Return whether ``module`` itself has a hook or an overridden method that changes how it loads a state dict.
 
-    torch has no public way to list hooks. Hooks of torch itself do not count: FSDP2 registers some on every module with
-    parameters.
+    Ignore torch's own hooks: FSDP2 registers some on every module with parameters. torch has no public way to list
+    hooks.
     """
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     return any(not is_of_torch(function) for function in (module._load_from_state_dict, *hooks))
 
 
 def is_of_torch(function: Callable[..., Any]) -> bool:
-    """Return whether torch defines ``function``."""
+    """Return whether ``function`` is defined in torch."""
     return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def has_packed_shards() -> bool:
-    """Return whether DTensor can gather the ``_StridedShard`` of packed weights, which fits no order of mesh axes.
+    """Return whether this version of DTensor can gather packed weights, whose placement is a ``_StridedShard``.
 
-    In torch 2.11, DTensor raises "unable to be interpreted into a corresponding shard_order".
+    In torch 2.11, DTensor tries to express this placement as an order of mesh axes. This is impossible, and DTensor
+    raises "unable to be interpreted into a corresponding shard_order".
     """
     return hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
 
@@ -158,15 +159,15 @@ def has_packed_shards() -> bool:
 def get_optional_function(node: Any) -> Any:
     """Return the ``torch.autograd.Function`` that made a node of the autograd graph.
 
-    The result is None for nodes of torch's own operations. torch has no public way to get the function.
+    Return None for nodes of torch's own operations. torch has no public way to get the function.
     """
     return getattr(type(node), "_forward_cls", None)
 
 
 def is_fsdp_pass_through(node: Any) -> bool:
-    """Return whether a node of the autograd graph is FSDP2's own, which returns its inputs unchanged.
+    """Return whether a node of the autograd graph comes from FSDP2's identity function.
 
-    FSDP2 uses this node to notice the end of a unit's backward.
+    FSDP2 inserts this function to detect the end of a unit's backward.
     """
     return get_optional_function(node) is _fsdp_param_group.RegisterPostBackwardFunction
 
@@ -174,7 +175,7 @@ def is_fsdp_pass_through(node: Any) -> bool:
 def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
     """Return the placements of the DTensor if a node of the autograd graph comes from ``DTensor.to_local``, else None.
 
-    If ``to_local`` was called with placements for the gradient, return these instead.
+    If ``to_local`` was called with ``grad_placements``, return the ``grad_placements`` instead.
     """
     if get_optional_function(node) is not _api._ToTorchTensor:
         return None
@@ -184,23 +185,23 @@ def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a view of a one-dimensional mesh in which its axis is split into several axes.
 
-    FSDP2 with tensor parallelism needs several such views of the world that share one root mesh. In torch 2.11 to 2.15,
-    only ``DeviceMesh._unflatten`` makes them: slicing names made by ``_flatten`` from a root is deprecated. A public
-    equivalent would replace it.
+    FSDP2 with tensor parallelism needs several such views of the world, with one root mesh. In torch 2.11 to 2.15, only
+    ``DeviceMesh._unflatten`` makes such views. The alternative, slicing a root mesh by names that ``_flatten`` made, is
+    deprecated. Replace ``_unflatten`` when torch has a public equivalent.
     """
     return mesh._unflatten(0, sizes, names)
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Fail with ``message`` on the device if ``condition`` is false. The CPU does not wait for the check.
+    """Check ``condition`` on the device, without making the CPU wait, and fail with ``message`` if it is false.
 
-    ``torch._assert_async`` has no public equivalent. torchtitan uses it too.
+    ``torch._assert_async`` has no public equivalent. torchtitan uses this function too.
     """
     torch._assert_async(condition, message)
 
 
 def record_memory_history(enabled: bool) -> None:
-    """Start or stop recording the last 100 000 allocations on GPUs with their stack traces.
+    """Start or stop recording allocations on GPUs with their stack traces. torch keeps the last 100 000 entries.
 
     torch documents this private function (https://pytorch.org/docs/stable/torch_cuda_memory.html).
     """
@@ -211,15 +212,15 @@ def record_memory_history(enabled: bool) -> None:
 
 
 def dump_memory_snapshot(path: Path) -> None:
-    """Write the allocations that :func:`record_memory_history` has recorded, and the current ones, to ``path``."""
+    """Write the allocations recorded by :func:`record_memory_history`, and the current allocations, to ``path``."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
 def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather ``tensor`` along dim 0, and sum the gradients of all ranks in backward.
+    """All-gather ``tensor`` along dim 0. In backward, each rank gets the sum of all ranks' gradients for its part.
 
-    In torch 2.13, ``torch.distributed.nn.functional.all_gather`` was deprecated and the functional collective was
-    renamed.
+    torch 2.13 deprecated the public ``torch.distributed.nn.functional.all_gather``, and renamed the functional
+    collective that is used here.
     """
     from torch.distributed import _functional_collectives as collectives
 
@@ -228,7 +229,7 @@ def all_gather_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
 
 
 def all_reduce_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over ``group``. ``torch.compile`` can trace this function.
+    """Return the sum of ``tensor`` over the ranks of ``group``. ``torch.compile`` can trace this function.
 
     torch's functional collectives are not public.
     """
@@ -240,8 +241,8 @@ def all_reduce_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the equally sized tensors of all ranks of ``group`` along ``dim``.
 
-    torch 2.13 renamed the collective. It always runs along dim 0 here: for other dims, torch 2.11 reads strides in a
-    way that ``torch.compile`` cannot trace.
+    The collective always runs along dim 0, because torch 2.11 reads strides for other dims in a way that
+    ``torch.compile`` cannot trace. torch 2.13 renamed the collective.
     """
     from torch.distributed import _functional_collectives as collectives
 
@@ -251,7 +252,10 @@ def all_gather_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Ten
 
 
 def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum ``tensor`` over ``group`` and return this rank's part along ``dim``. torch 2.13 renamed the collective."""
+    """Sum ``tensor`` over the ranks of ``group``, and return this rank's part of the sum along ``dim``.
+
+    torch 2.13 renamed the collective.
+    """
     from torch.distributed import _functional_collectives as collectives
 
     scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
@@ -259,7 +263,7 @@ def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
 
 
 def all_to_all_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the n-th part of ``tensor`` along dim 0 to rank n of ``group``, and return the received parts."""
+    """Send the n-th part of ``tensor`` along dim 0 to rank n of ``group``, and concatenate the received parts."""
     from torch.distributed import _functional_collectives as collectives
 
     return _wait(collectives.all_to_all_single(tensor.contiguous(), None, None, group))
@@ -276,16 +280,16 @@ def _wait(tensor: Tensor) -> Tensor:
 
 
 def has_symmetric_memory(device_type: str) -> bool:
-    """Return whether ranks on this type of device can read each other's memory. Inductor needs it for fusion."""
+    """Return whether ranks on this type of device can read each other's memory, which inductor's fusion requires."""
     return device_type == "cuda" and dist.is_nccl_available()
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     """Register ``group`` so that inductor fuses its collectives.
 
-    Up to torch 2.14, inductor silently skips groups that are not registered. The deprecation warning of the registering
-    function wrongly says that the call is unnecessary (pytorch#193027, torchtitan#3869, torchtitan#4045,
-    torchtitan#4634).
+    Up to torch 2.14, inductor silently skips groups that are not registered. torch's registration function emits a
+    deprecation warning, which wrongly says that the call is unnecessary (pytorch#193027, torchtitan#3869,
+    torchtitan#4045, torchtitan#4634).
     """
     if TorchVersion(torch.__version__) >= "2.15":
         return
@@ -297,17 +301,17 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 def get_fusion_options(visit: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
-    """Return the options with which ``torch.compile`` fuses collectives with matrix products; they are not public.
+    """Return the private options that make ``torch.compile`` fuse collectives with matrix products.
 
     Args:
-        visit: Function that is called with each compiled graph. With such a function, inductor does not store graphs in
-            its disk cache. A later run therefore compiles them again and calls ``visit`` again.
+        visit: Function that inductor calls with each compiled graph. Because of such a function, inductor does not
+            store graphs in its disk cache, so a later run compiles the graphs and calls ``visit`` again.
     """
     return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": visit}
 
 
 def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return two tuples of graph operations: the fused collectives, and the collectives that could be fused."""
+    """Return two tuples of graph operations: the fused collectives, and the collectives that inductor could fuse."""
     fused, collectives = torch.ops.symm_mem, torch.ops._c10d_functional
     return (
         (fused.fused_all_gather_matmul.default, fused.fused_matmul_reduce_scatter.default),
@@ -316,7 +320,7 @@ def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def is_backward_graph(graph: torch.fx.Graph) -> bool:
-    """Return whether ``graph`` computes a backward: AOTAutograd names the gradient inputs ``tangents``."""
+    """Return whether ``graph`` computes a backward, in which AOTAutograd names the gradient inputs ``tangents``."""
     return any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
 
 
@@ -324,13 +328,14 @@ def is_backward_graph(graph: torch.fx.Graph) -> bool:
 def compile_layers_of_many_kinds() -> Iterator[None]:
     """Allow ``torch.compile``, inside the block, to compile many different layers of one model.
 
-    Dynamo has one limit for the graphs of all modules that were compiled with ``module.compile()``, and gives up after
-    eight graphs. More are needed for first, middle and last layers of several kinds, with gradients and without.
+    Dynamo applies one limit to the graphs of all modules that were compiled with ``module.compile()``. By default, the
+    limit is eight graphs. A model with first, middle and last layers of several kinds, run with and without gradients,
+    needs more.
 
-    With activation checkpointing, a layer may replace its parameters by this rank's part during its forward. Dynamo
-    refuses this side effect, unless an option says that it need not be repeated in backward.
+    With activation checkpointing, a layer may replace its parameters with this rank's shards during its forward. Dynamo
+    rejects this side effect, unless an option tells Dynamo not to repeat the side effect in backward.
 
-    Neither option is public.
+    The options for the limit and for the side effect are not public.
     """
     import torch._dynamo
 
@@ -339,41 +344,41 @@ def compile_layers_of_many_kinds() -> Iterator[None]:
 
 
 def get_graph_breaks() -> Counter[str]:
-    """Return the number of graph breaks in dynamo so far, by reason. torch has no public count."""
+    """Return how many graph breaks Dynamo has had so far, by reason. torch has no public count."""
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"])
 
 
 def get_stance() -> str:
-    """Return the stance that ``torch.compiler.set_stance`` has set. torch has no public way to read it."""
+    """Return the current stance, which ``torch.compiler.set_stance`` sets. torch has no public way to read it."""
     from torch._dynamo import eval_frame
 
     return eval_frame._stance.stance
 
 
 def can_compile_checkpointed_collectives() -> bool:
-    """Return whether a layer can be compiled if activation checkpointing inside it recomputes collectives on a mesh.
+    """Return whether torch can compile a layer in which activation checkpointing recomputes collectives on a mesh.
 
     torch 2.13 raises "expected all tensors_saved_with_vc_check to be Tensors, got ... DeviceMesh". torch 2.11, 2.14 and
-    2.15 have no such error. torch 2.12 was not tested.
+    2.15 do not raise this error. torch 2.12 was not tested, so the result is False.
     """
     version = TorchVersion(torch.__version__)
     return version < "2.12" or version >= "2.14"
 
 
 def is_in_backward() -> bool:
-    """Return whether the caller runs inside a backward. A forward there is a recomputation of a checkpoint."""
+    """Return whether the caller runs inside a backward. If so, a forward recomputes checkpointed activations."""
     return torch._C._current_graph_task_id() != -1
 
 
 def scale_in_float32(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply 16-bit tensors in place by a scalar in float32, with few kernels.
+    """Multiply 16-bit tensors in place by a scalar in float32, with few kernel launches.
 
-    ``torch._foreach_mul_`` either rounds the factor to 16 bits or launches a kernel for each tensor. The function with
-    which a ``GradScaler`` unscales gradients does neither.
+    ``torch._foreach_mul_`` either rounds the factor to 16 bits or launches a kernel for each tensor. The function that
+    ``GradScaler`` calls to unscale gradients does neither, so it is used here.
     """
-    found = torch.zeros((), device=factor.device)  # says whether a value is not finite; it is not read here
+    found = torch.zeros((), device=factor.device)  # required output, set to 1 if a value is not finite
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.float())
 
 
@@ -385,8 +390,8 @@ def has_fused_optimizers(device: torch.device) -> bool:
 def leave_unscaling_to_scaler(optimizer: Optimizer) -> None:
     """Mark a fused optimizer as one that does not unscale gradients itself, like an optimizer with ``fused=False``.
 
-    A ``GradScaler`` then unscales them before the step. Without the mark, Lightning's mixed precision refuses to clip
-    gradients, even in bfloat16, where there is no scaler.
+    A ``GradScaler`` then unscales the gradients before the step. Without the mark, Lightning's mixed precision does not
+    allow gradient clipping, even in bfloat16, where there is no scaler.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
@@ -394,7 +399,8 @@ def leave_unscaling_to_scaler(optimizer: Optimizer) -> None:
 def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Return the pack and unpack functions of the innermost active ``saved_tensors_hooks``.
 
-    A new pair of hooks replaces the outer pair. torch has no public way to call the outer pair as well.
+    A new pair of hooks can use this function to call the active pair too. Otherwise the new pair would replace the
+    active pair, and torch has no public way to avoid this.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
@@ -403,22 +409,22 @@ def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of ``group``, after which a hanging collective raises an error.
 
-    ``_unflatten`` has no argument for the timeout of the groups that it makes. ``set_timeout`` is public since torch
-    2.15.
+    The timeout has to be set afterwards because ``DeviceMesh._unflatten``, which makes the groups, has no argument for
+    it. ``set_timeout`` has been public since torch 2.15.
     """
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of ``group``: the shortest one among its devices. torch has no public way to read it."""
+    """Return the timeout of ``group``, the shortest of its backends' timeouts. torch has no public way to read it."""
     return min(group._get_backend(device).options._timeout for device in group._device_types)
 
 
 def read_flight_record() -> dict[str, Any]:
-    """Return the record of the last collectives of gloo groups on this rank, with the oldest first in ``entries``.
+    """Return torch's record of this rank's last collectives of gloo groups. Its key ``entries`` lists the oldest first.
 
-    It works with torch 2.11 to 2.15. NCCL groups write their own record when they time out.
+    This function works with torch 2.11 to 2.15. NCCL groups write their own record when they time out.
     """
     record: dict[str, Any] = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
     return record

@@ -1,4 +1,4 @@
-"""Use of private names of torch, to simulate many ranks in one process and tensors without values."""
+"""Access to private names of torch, to simulate many ranks in one process and tensors without values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,9 +26,9 @@ with_values: Any = fake_tensor.unset_fake_temporarily
 
 @contextmanager
 def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Simulate one of ``world_size`` ranks inside the block, to see how tensors would be sharded.
+    """Let this process act as one of ``world_size`` ranks inside the block, to see how tensors would be sharded.
 
-    Collectives do nothing. Torch's own tests (2.11 to 2.15) use the same fake process group; there is no public one.
+    Collectives do nothing. torch's own tests (2.11 to 2.15) use the same fake process group. torch has no public one.
 
     Raises:
         RuntimeError: If this process already belongs to a process group.
@@ -45,18 +45,18 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     make_group = dist.new_group
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
-        # without communication, a broadcast would read arbitrary memory; here it leaves this rank's objects unchanged
+        # without communication, this broadcast would read uninitialised memory, so its replacement does nothing
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # torch makes the groups of all ranks, and FSDP2 makes all shards; with thousands of ranks, this takes too long
+        # for thousands of ranks, it would take too long to make the groups and the shards of all ranks, as torch does
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
         patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield
 
 
 class _Chunks:
-    """Sequence of the chunks of ``torch.chunk``, which are made only when they are read.
+    """Sequence of the chunks that ``torch.chunk`` would return. Each chunk is made only when it is read.
 
-    If torch returns fewer chunks than requested, the missing ones are empty here.
+    If ``torch.chunk`` would return fewer chunks than requested, the missing chunks are empty.
     """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
@@ -73,8 +73,8 @@ class _Chunks:
 def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
     """Call ``observe`` after each resize of a storage inside the block.
 
-    FSDP2 allocates and frees gathered weights by resizing their storages. A dispatch mode does not see this. torch's
-    own memory trackers (2.11 to 2.15) replace the method too.
+    FSDP2 allocates and frees gathered weights by resizing their storages. A dispatch mode does not see these resizes,
+    so ``UntypedStorage.resize_`` is replaced. torch's own memory trackers (2.11 to 2.15) replace this method too.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -97,7 +97,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
-    """Return the process group of a collective from its arguments, which hold it as a boxed object or by name."""
+    """Return the process group from a collective's arguments, which contain either the boxed group or its name."""
     names = [argument for argument in arguments if isinstance(argument, str)]
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith(".ProcessGroup"):

@@ -1,4 +1,4 @@
-"""Data modules that turn text files and conversations into packed batches of tokens for causal language models."""
+"""Data modules that turn text files and conversations into batches of packed token sequences for language models."""
 
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
 from lightning_fsdp2.data.chat import ChatDataModule

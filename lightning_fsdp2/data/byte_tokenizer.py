@@ -13,11 +13,11 @@ END_OF_TEXT = "<|endoftext|>"
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per byte of UTF-8 text (ids 0 to 255) and an end-of-text token (id 256).
 
-    It is GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) without merges, so every text survives encoding and
-    decoding. As in GPT-2, ``<|endoftext|>`` serves as both the first and the last token of a document.
+    The tokenizer is GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) without merges, so decoding restores
+    every text exactly. As in GPT-2, ``<|endoftext|>`` is both the beginning-of-text and the end-of-text token.
 
     Returns:
-        A Hugging Face tokenizer with 257 tokens. It adds no special token by itself.
+        A Hugging Face tokenizer with 257 tokens. It does not add special tokens to texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -25,7 +25,7 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
 
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Splitting into words matters for merges only, and tokenising is faster without it.
+    # Without merges, splitting into words changes nothing, and tokenising is faster without the split.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)

@@ -25,30 +25,29 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 class ChatDataModule(SequenceDataModule):
     """Data module of conversations for fine-tuning, with the loss on the assistant's answers only.
 
-    A row has ``messages``, each with a ``role`` (system, developer, user, assistant or tool) and a ``content``. It may
-    also have ``tools``. Instead of ``messages``, a row may have a ``prompt`` and a ``completion``. These are texts of
-    the user and the assistant, or lists of messages.
+    A row has ``messages``, each with a ``role`` (system, developer, user, assistant or tool) and a ``content``. A row
+    may also have ``tools``. Instead of ``messages``, a row may have a ``prompt`` and a ``completion``: either the texts
+    of the user and the assistant, or lists of messages.
 
-    The tokenizer's chat template turns a row into text. If the template has ``{% generation %}``, this marks the
-    answers. With any other template, an answer is the text between the template's generation prompt and the end of the
-    turn. This is not exact if a template writes earlier turns differently once more turns follow. Such a template is
-    refused.
+    The tokenizer's chat template turns a row into text. A template can mark the answers with ``{% generation %}``. In
+    any other template, an answer is the text between the template's generation prompt and the end of the turn. This
+    rule fails for templates that write a turn differently when more turns follow, so such templates are rejected.
 
     Every batch is ``{"input_ids", "labels", "position_ids"}``, int64 tensors of shape [batch_size, sequence_length].
     Several whole conversations are packed into a sequence. ``position_ids`` restart at each conversation, so that no
-    conversation attends to another. The model's attention must respect ``position_ids``; ``CausalLM`` refuses models
-    without such attention. Flash attention respects them only at ``batch_size=1`` or under context parallelism.
-    Conversations longer than a sequence are cut at their end, and a warning gives their number.
+    conversation attends to another. The model's attention must respect ``position_ids``; ``CausalLM`` rejects models
+    with other attention. Flash attention respects ``position_ids`` only at ``batch_size=1`` or under context
+    parallelism. Conversations longer than a sequence are truncated, and a warning says how many they are.
 
-    Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs with the
-    same data, tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run
+    One process per node tokenises the data, in ``prepare_data``. All other processes, and later runs with the same
+    data, tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run
     continues at the next sequence, on any number of ranks.
 
     Args:
-        path: A file, a directory, a glob, or a list of them. ``.jsonl`` files hold one object per line. ``.json`` files
-            hold the same or a list of objects. ``.parquet`` files hold rows of a table.
-        dataset: Data to use in place of ``path``, from the Hugging Face Hub or a local directory: a name that
-            ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
+        path: A file, a directory, a glob, or a list of them. ``.jsonl`` files contain one object per line. ``.json``
+            files contain either one object per line or one list of objects. ``.parquet`` files contain rows of a table.
+        dataset: Data to use in place of ``path``: a name for ``datasets.load_dataset``, such as a dataset on the
+            Hugging Face Hub, or a directory that ``save_to_disk`` wrote.
         subset: Configuration of ``dataset`` to use, if it has several.
         split: Part of ``dataset`` to train on.
         messages_column: Column of a row's messages.
@@ -64,8 +63,9 @@ class ChatDataModule(SequenceDataModule):
             without labels. Context and sequence parallelism need a multiple of ``2 * cp_size * tp_size``.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
-            data parallel ranks. It sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with
-            another number of ranks. Sequences at the end of an epoch that do not fill a step are left out.
+            data parallel ranks. The data module sets the Trainer's ``accumulate_grad_batches`` accordingly, so that a
+            run can continue with a different number of ranks. Sequences at the end of an epoch that do not fill a step
+            are left out.
         validation_fraction: Fraction of the conversations to validate on, chosen by their content. The default is 0.05,
             or 0 with a ``validation_path``, a ``validation_split`` or ``streaming``.
         validation_path: Conversations to validate on, like ``path``.
@@ -73,20 +73,20 @@ class ChatDataModule(SequenceDataModule):
         test_path: Conversations for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all the data and keeps its share. A resumed run reads again, and skips, the data
-            that it has already been trained on.
+            store. Every rank reads all the data and keeps its share. A resumed run reads the data that it has already
+            trained on once more, and skips it.
         shuffle: Whether to train on the sequences in a different order in each epoch.
-        shuffle_buffer: Size of the buffer that a stream is shuffled with, in conversations.
+        shuffle_buffer: Size of the buffer with which a stream is shuffled, in conversations.
         seed: Seed of the order and of the choice of conversations for validation.
         num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
         max_conversations: Number of conversations to train on, taken from the beginning. Default: all of them.
-        cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
+        cache_dir: Directory in which to keep tokenised text. Default: the cache of the ``datasets`` library.
 
     Raises:
         FileNotFoundError: When a path matches no file.
         ValueError: When options contradict each other or are out of range. Later, in ``prepare_data`` and ``setup``,
-            when the tokenizer has no chat template, or when a row is not a conversation with an answer. The message
-            names the file and the line. The rows of a stream are checked only when training reads them.
+            when the tokenizer has no chat template, or when a row is not a conversation with an answer; the message
+            then names the file and the line. The rows of a stream are checked only when training reads them.
     """
 
     statistics: dict[str, LengthStatistics]
@@ -139,14 +139,14 @@ class ChatDataModule(SequenceDataModule):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The Hugging Face tokenizer with the chat template, loaded on first use."""
+        """Hugging Face tokenizer with the chat template, loaded on first use."""
         tokenizer = super().tokenizer
         if self._chat_template is not None:
             tokenizer.chat_template = self._chat_template
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"tokenizer={self._tokenizer_name!r} has no chat template; set chat_template to a file with one, or "
-                "use the tokenizer of a model that was made for conversations."
+                f"tokenizer={self._tokenizer_name!r} has no chat template; set chat_template to a template file, or "
+                "use the tokenizer of a chat model."
             )
         return tokenizer
 
@@ -170,7 +170,7 @@ class ChatDataModule(SequenceDataModule):
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # first report rows that are not conversations or have only empty answers
+            # if some rows are no conversations or all answers are empty, raise that more helpful error instead
             _refuse_empty(self._tokenize(rows), "training")
             raise
 
@@ -182,8 +182,8 @@ class ChatDataModule(SequenceDataModule):
         sequences = self._arrange(conversations)
         if len(sequences) == 0:
             raise ValueError(
-                f"{len(rows)} {split} conversation(s) have no answer within sequence_length={self.sequence_length}; "
-                "use longer sequences."
+                f"{len(rows)} {split} conversation(s) have no answer within the first "
+                f"sequence_length={self.sequence_length} tokens; use longer sequences."
             )
         _refuse_empty(conversations, split)
         self._report(conversations, len(sequences) if self.separate_documents else None, split)
@@ -202,7 +202,7 @@ class ChatDataModule(SequenceDataModule):
         )
 
     def _arrange(self, conversations: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        """Turn the conversations that have an answer into sequences, packed or one by one."""
+        """Turn the conversations that have an answer into sequences, either packed or one conversation per sequence."""
         if self.separate_documents:
             return pack_conversations(
                 conversations, sequence_length=self.sequence_length, pad_token_id=self.tokenizer.eos_token_id
@@ -210,7 +210,7 @@ class ChatDataModule(SequenceDataModule):
         return select_with_answers(conversations)
 
     def _report(self, conversations: Dataset, sequences: int | None, split: str) -> None:
-        """Log the lengths of the conversations, once."""
+        """Log the lengths of a split's conversations, unless they were logged before."""
         if split in self.statistics:
             return
         statistics = measure_lengths(conversations, sequences=sequences, sequence_length=self.sequence_length)
@@ -224,12 +224,12 @@ def _refuse_empty(conversations: Dataset, split: str) -> None:
     if all(conversations["is_empty"]):
         raise ValueError(
             f"All {len(conversations)} {split} conversation(s) have only empty answers: a model would only learn to end"
-            " its turn. Check the rows, and messages_column, or prompt_column and completion_column."
+            " its turn. Check the rows and the options messages_column, prompt_column and completion_column."
         )
 
 
 def _read_template(chat_template: str) -> str:
-    """Return the text of a chat template that is given as text or as the path of a file."""
+    """Return the text of a chat template, given either the text itself or the path of a file."""
     if "{" in chat_template:
         return chat_template
     file = Path(chat_template).expanduser()

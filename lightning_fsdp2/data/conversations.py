@@ -1,4 +1,4 @@
-"""Tokenising of conversations, with labels on the assistant's answers only."""
+"""Tokenisation of conversations, with labels on the assistant's answers only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # `datasets` caches results by the names and arguments of the functions in this file, not by their code.
-# Rename a function in this file when its result changes, so that no old result is used.
+# If you change what a function returns, rename it, so that `datasets` does not use an old result.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message can have."""
@@ -25,7 +25,8 @@ _ANSWERS = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern of transformers
 _CONVERSATIONS_AT_ONCE = 64
 
-# the template has already written the special tokens; conversations longer than the model's context are cut afterwards
+# The template has already written the special tokens.
+# `verbose=False` suppresses the warning about texts longer than the model's context, which are truncated later.
 _TOKENS_AS_WRITTEN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -33,7 +34,7 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that hold a row's conversation: messages, or a prompt and a completion."""
+    """Names of the columns that contain a row's conversation: either messages, or a prompt and a completion."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -55,29 +56,29 @@ def tokenize_conversations(
     columns: Columns,
     sequence_length: int,
 ) -> Dataset | IterableDataset:
-    """Write each row's conversation with the chat template, tokenise it, and label its answers.
+    """Turn each row's conversation into text with the chat template, tokenise the text, and label the answers.
 
     A template with ``{% generation %}`` marks the answers itself. With any other template, an answer is the text that
     the template writes after its generation prompt (https://huggingface.co/docs/transformers/chat_templating), up to
-    the end of the answer's turn. The tokens up to that point must not change when more messages follow; this is checked
-    for every answer.
+    the end of the answer's turn. The tokens up to the end of the turn must not change when more messages follow. This
+    function checks every answer for such changes.
 
     Args:
         rows: Rows with ``location`` and ``text``, as from :func:`~lightning_fsdp2.data.sources.load_rows`.
-        tokenizer: Tokenizer of the model. It adds no special tokens here, since the template writes all of them.
-        chat_template: Jinja template, as transformers takes it.
-        columns: Names of the columns that hold the conversations.
-        sequence_length: Largest number of tokens of a conversation. Longer ones are cut at their end.
+        tokenizer: Tokenizer of the model. It does not add special tokens here, since the template writes all of them.
+        chat_template: Jinja template in the format of transformers.
+        columns: Names of the columns that contain the conversations.
+        sequence_length: Maximum number of tokens of a conversation. Longer conversations are truncated.
 
     Returns:
         Rows with ``input_ids`` and ``labels``, lists of at most ``sequence_length`` integers. Labels are -100 except in
-        answers. ``length`` is the number of tokens of the whole conversation, and ``answer_tokens`` the number of
-        labels that are left after the cut. ``is_empty`` says whether all answers of the conversation are empty, so that
-        it teaches only the end of a turn.
+        answers. ``length`` is the number of tokens of the conversation before truncation, and ``answer_tokens`` the
+        number of labels after truncation. ``is_empty`` says whether all answers of the conversation are empty, so that
+        the model would only learn from it to end its turn.
 
     Raises:
-        ValueError: When a row is not a conversation with an answer, when the template cannot write it, or when its
-            answers cannot be told apart from the rest. The message names the row.
+        ValueError: When a row is not a conversation with an answer, when the template cannot render the conversation,
+            or when it is unclear which tokens belong to its answers. The message names the row.
     """
     from datasets import Features, List, Value
 
@@ -123,7 +124,7 @@ def _tokenize_batch(
         "input_ids": [ids for ids, _, _ in rows],
         "labels": [labels for _, labels, _ in rows],
         "length": [length for _, _, length in rows],
-        # no token predicts the first token
+        # the first token is never predicted
         "answer_tokens": [sum(label != IGNORE_INDEX for label in labels[1:]) for _, labels, _ in rows],
         "is_empty": [not any(map(_says_something, conversation.messages)) for conversation in conversations],
     }
@@ -166,7 +167,7 @@ def _get_messages(row: dict[str, Any], location: str, columns: Columns) -> list[
             )
         raise ValueError(
             f"{location}: the row has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}. "
-            f"It has {list(row)}; set messages_column, or prompt_column and completion_column."
+            f"It has the columns {list(row)}; set messages_column, or prompt_column and completion_column."
         )
     return [
         *_to_list([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{location}: prompt"),
@@ -191,7 +192,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(role), ROLES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(ROLES)}."
         raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
-    # in a table, every message has all keys, and unused keys are None
+    # if rows come from a table, every message has all keys, and unused keys are None
     present = {key: value for key, value in message.items() if value is not None}
     if isinstance(present.get("content"), list):
         present["content"] = "".join(_get_text(part, where) for part in present["content"])
@@ -201,13 +202,13 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    """Return whether a message is an answer with text, reasoning or a tool call."""
+    """Return whether a message is an answer that contains text, reasoning or a tool call."""
     values = [value for key, value in message.items() if key not in ("role", "name")]
     return message["role"] == _ANSWERS and any(v.strip() if isinstance(v, str) else v for v in values)
 
 
 def _get_text(part: Any, where: str) -> str:
-    """Return the text of one part of a multimodal message."""
+    """Return the text of one part of a message whose content is a list of parts."""
     if not isinstance(part, dict) or "type" not in part:
         raise ValueError(f"{where} has a part without a 'type'; write {{'type': 'text', 'text': …}}.")
     if part["type"] != "text" or not isinstance(part.get("text"), str):
@@ -230,9 +231,9 @@ def _label_generations(
 ) -> list[tuple[list[int], list[int]]]:
     """Label the tokens of the text between ``{% generation %}`` and ``{% endgeneration %}``.
 
-    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 is meant to do the same, but makes
-    two mistakes. If a character has several tokens, the last of them gets no label. If no token contains the last
-    character of an answer, the whole rest of the conversation gets labels.
+    ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers 5.23 is meant to do the same, but has two
+    bugs. If a character consists of several tokens, its last token gets no label. If no token contains the last
+    character of an answer, everything after the answer gets labels too.
     """
     written = [_write_with_spans(conversation, tokenizer, chat_template) for conversation in conversations]
     encoded = tokenizer([text for text, _ in written], **_TOKENS_AS_WRITTEN, return_offsets_mapping=True)
@@ -250,7 +251,7 @@ def _write_with_spans(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-    rendered: Any  # transformers has the wrong annotation, a string
+    rendered: Any  # transformers wrongly annotates the result as a string
     try:
         rendered = render_jinja_template(
             [conversation.messages],
@@ -265,7 +266,7 @@ def _write_with_spans(
     if not any(end > start for start, end in spans):
         raise ValueError(
             f"{conversation.location}: the chat template marks no text of the conversation with {{% generation %}}; "
-            "mark the answers in this way, or give another chat_template."
+            "mark the answers in this way, or use a different chat_template."
         )
     return text, spans
 
@@ -284,8 +285,8 @@ def _label_behind_prefixes(
             if ids[: len(prompt)] != prompt or ids[: len(turn)] != turn:
                 raise ValueError(
                     f"{conversation.location}: with this chat template, the tokens up to the end of answer {number} "
-                    "change when the rest follows, so its tokens cannot be labelled; strip whitespace "
-                    "around the answer, or give a chat_template that marks answers with {% generation %}."
+                    "change when later text follows, so the answer cannot be labelled; strip whitespace "
+                    "around the answer, or use a chat_template that marks answers with {% generation %}."
                 )
             labels[len(prompt) : len(turn)] = ids[len(prompt) : len(turn)]
         examples.append((ids, labels))
@@ -293,7 +294,7 @@ def _label_behind_prefixes(
 
 
 def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
-    """Return two texts for each answer, up to its beginning and up to its end, followed by the whole text."""
+    """Return two texts for each answer, up to its beginning and up to its end, and then the whole conversation."""
     from jinja2 import TemplateError
 
     messages = conversation.messages
@@ -318,6 +319,6 @@ def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerB
 def _refused_by_template(conversation: _Conversation, error: Exception) -> ValueError:
     roles = ", ".join(message["role"] for message in conversation.messages)
     return ValueError(
-        f"{conversation.location}: the chat template cannot write the messages of {roles}: {error}; change the "
-        "conversation or give another chat_template."
+        f"{conversation.location}: the chat template cannot render the messages of {roles}: {error}; change the "
+        "conversation or use a different chat_template."
     )

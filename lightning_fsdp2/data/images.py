@@ -1,4 +1,4 @@
-"""Dummy images for batches of text in the training of models that also take images."""
+"""Dummy images for text-only batches, for training models that take text and images."""
 
 from collections.abc import Mapping
 
@@ -11,30 +11,30 @@ from lightning_fsdp2.labels import IGNORE_INDEX
 def add_dummy_image(
     batch: Mapping[str, Tensor], dummy: Mapping[str, Tensor], pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """Add a dummy image to a batch without images, so that all ranks run the image tower.
+    """Add a dummy image to a batch without images, so that the image tower runs on every rank.
 
-    The image does not change the loss. Its placeholder tokens come after the text of the first sequence, where causal
-    attention hides them from the text, and have no labels. Call this function at the end of a collator::
+    The image does not change the loss. Its placeholder tokens have no labels and come after the text of the first
+    sequence, where causal attention hides them from the text. Call this function at the end of a collator::
 
         dummy = dict(processor(images=[Image.new("RGB", (56, 56))], text=[processor.image_token], return_tensors="pt"))
         loader = DataLoader(rows, collate_fn=lambda rows: add_dummy_image(collate(rows), dummy))
 
     Args:
-        batch: Tensors by the model's argument names. ``input_ids`` and all tensors of its shape, [sequences, length],
-            grow by the dummy's length.
+        batch: Tensors by the model's argument names. ``input_ids`` and all other tensors of its shape,
+            [sequences, length], become longer by the number of placeholders.
         dummy: Output of the model's processor for one image: ``input_ids`` of shape [1, placeholders], and the inputs
-            of the tower, such as ``pixel_values``.
-        pad_token_id: Token that fills up the other sequences.
+            of the image tower, such as ``pixel_values``.
+        pad_token_id: Token with which all sequences except the first are padded.
 
     Returns:
-        The batch with the image, or ``batch`` unchanged if it already has all inputs of the tower.
+        The batch with the dummy image, or ``batch`` unchanged if it already has all inputs of the image tower.
 
     Raises:
         ValueError: When ``batch`` has ``position_ids``, which would not cover the dummy image. Without
             ``position_ids``, the model computes its own.
     """
     shape, tokens = batch["input_ids"].shape, dummy["input_ids"].shape
-    # grids and sizes of an image may by chance have the same shape as its tokens
+    # an image's grids (`_thw`) and sizes are inputs of the tower, even if they happen to have the shape of its tokens
     seen = {n: value for n, value in dummy.items() if value.shape != tokens or n.endswith(("_thw", "_sizes"))}
     if seen.keys() <= batch.keys():
         return dict(batch)
@@ -44,7 +44,8 @@ def add_dummy_image(
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # the processor gives outputs per token that a text-only batch lacks; without a mask, all tokens count
+    # For the text, zeros replace the processor's outputs per token, such as token types, that the batch lacks.
+    # The exception is the attention mask: without a mask, the model attends to all tokens.
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
     grown = dict(seen)

@@ -1,4 +1,4 @@
-"""Statistics of the lengths of conversations, and of how well they are packed."""
+"""Statistics of the lengths of conversations, and of how full the packed sequences are."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Statistics of the lengths of conversations, in tokens, before they are cut."""
+    """Statistics of the lengths of conversations, in tokens. Lengths are measured before truncation."""
 
     conversations: int
     tokens: int
     """Number of tokens of all conversations together."""
 
     answer_tokens: int
-    """Number of tokens that are learned, after conversations are cut."""
+    """Number of answer tokens that the model learns, after truncation."""
 
     median: int
     percentile_95: int
@@ -29,19 +29,19 @@ class LengthStatistics:
     """Number of conversations that are longer than a sequence."""
 
     left_out: int
-    """Number of conversations that have no answer left after they are cut."""
+    """Number of conversations that have no answer left after truncation."""
 
     empty: int
     """Number of conversations whose answers are all empty."""
 
     sequences: int | None
-    """Number of sequences that the conversations are packed into; None if each conversation is its own sequence."""
+    """Number of sequences into which the conversations are packed; None if each conversation is its own sequence."""
 
     fill: float
     """Fraction of the sequences' tokens that is not padding."""
 
     def describe(self, split: str, sequence_length: int) -> str:
-        """Return the statistics as a line for the log."""
+        """Return the statistics as one line of text for the log."""
         return (
             f"{split}: {self.conversations:,} conversations of {self.tokens:,} tokens, {self.answer_tokens:,} of them"
             f" in answers; median {self.median:,}, 95 % up to {self.percentile_95:,}, longest {self.longest:,}"
@@ -49,7 +49,7 @@ class LengthStatistics:
         )
 
     def get_optional_warning(self, split: str, sequence_length: int) -> str | None:
-        """Return a warning about conversations that are cut or have nothing to learn; None if there are none."""
+        """Return a warning if conversations are truncated or have only empty answers, else None."""
         warnings = []
         if self.cut or self.left_out:
             warnings.append(
@@ -70,7 +70,7 @@ def measure_lengths(conversations: Dataset, *, sequences: int | None, sequence_l
 
     Args:
         conversations: Dataset with the columns ``length``, ``answer_tokens`` and ``is_empty``.
-        sequences: Number of sequences that the conversations are packed into; None if each is its own sequence.
+        sequences: Number of sequences into which the conversations are packed; None if each is its own sequence.
         sequence_length: Tokens per sequence.
     """
     columns = conversations.select_columns(["length", "answer_tokens", "is_empty"]).with_format("numpy")[:]

@@ -1,4 +1,4 @@
-"""Data loaders that continue at the next sample when a run is resumed."""
+"""Data loaders that continue at the next sample when a run resumes."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 16
 
-# torchdata's StatefulDataLoader does not work here, because its position is part of an iterator.
-# Lightning 2.6 creates that iterator before it tells the sampler the epoch.
-# With torchdata 0.11 and a DistributedSampler, three cases of resuming were measured to fail.
-# A run that is resumed in its second epoch continues in the order of the first epoch.
-# A run that is resumed after the last batch of an epoch skips the next epoch.
-# A run that is resumed with another `num_workers` ends in an AssertionError.
+# torchdata's StatefulDataLoader does not work here, because it keeps its position in its iterator.
+# Lightning 2.6 creates the iterator before it sets the sampler's epoch.
+# With torchdata 0.11 and a DistributedSampler, we measured that resuming fails in three cases.
+# A run that resumes in its second epoch continues in the order of the first epoch.
+# A run that resumes after the last batch of an epoch skips the next epoch.
+# A run that resumes with a different `num_workers` ends in an AssertionError.
 
 
 class ResumableSampler(DistributedSampler[int]):
     """Sampler like torch's ``DistributedSampler`` that can skip samples at the start of an epoch.
 
     With n ranks, rank r takes the samples r, r + n, r + 2n, … in the epoch's order. So a training step takes the same
-    samples on any number of ranks, as long as the batches of all ranks together have the same size. Because this is a
-    ``DistributedSampler``, ``Trainer(use_distributed_sampler=True)`` leaves it in place.
+    samples on any number of ranks, as long as the batches of all ranks together have the same size. Because this class
+    is a subclass of ``DistributedSampler``, ``Trainer(use_distributed_sampler=True)`` does not replace the sampler.
 
     Args:
-        dataset: Data set with a length.
+        dataset: Dataset with a length.
         num_replicas: Number of ranks.
         rank: Number of this rank.
-        shuffle: Whether each epoch has a different order.
-        seed: Seed of the orders.
-        drop_last: Whether to leave out the last samples, rather than repeat some, to give all ranks the same number.
-        multiple_of: Number of samples in a group, over all ranks; a multiple of ``num_replicas``. An epoch consists of
-            whole groups. Samples at its end that do not fill a group are left out.
+        shuffle: Whether to shuffle the samples in a different order in each epoch.
+        seed: Seed with which the samples are shuffled.
+        drop_last: Whether to leave out the last samples, instead of repeating some, if they do not fill all ranks.
+        multiple_of: Size of a group of samples over all ranks, a multiple of ``num_replicas``. An epoch consists of
+            whole groups. Samples at the end of the epoch that do not fill a group are left out.
     """
 
     start = 0
@@ -71,14 +71,14 @@ class ResumableSampler(DistributedSampler[int]):
 
 
 class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
-    """Share of one rank in a stream of sequences that are read, tokenised and packed during training.
+    """One rank's share of a stream of sequences that are read, tokenised and packed during training.
 
     Every rank computes the whole stream. With n ranks, rank r takes the sequences r, r + n, r + 2n, … of the stream. So
-    a step takes the same sequences on any number of ranks, as with a :class:`ResumableSampler`. Sequences at the end
-    that do not fill a round (``multiple_of``) are left out.
+    a step takes the same sequences on any number of ranks, as with a :class:`ResumableSampler`. Sequences at the end of
+    the stream that do not fill a round of ``multiple_of`` sequences are left out.
 
     Args:
-        sequences: Stream of rows of integers. If it is shuffled, its ``set_epoch`` changes its order.
+        sequences: Stream of rows of integers. If the stream is shuffled, its ``set_epoch`` changes the order.
         num_replicas: Number of ranks.
         rank: Number of this rank.
         multiple_of: Number of sequences in a round, a multiple of ``num_replicas``. None for one sequence per rank.
@@ -102,16 +102,16 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
         self._round = multiple_of or num_replicas
 
     def share(self, num_replicas: int, rank: int, multiple_of: int | None = None) -> SequenceStream:
-        """Return the share that rank ``rank`` has in the same stream."""
+        """Return the share of the same stream that belongs to rank ``rank`` of ``num_replicas`` ranks."""
         return SequenceStream(self._sequences, num_replicas, rank, multiple_of)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration."""
+        """Set the epoch of the next iteration, which determines its order if the stream is shuffled."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._sequences.set_epoch(self.epoch)
-        # the builtin `iter` would shuffle differently in a worker process
+        # unlike this method, the builtin `iter` would shuffle differently in a worker process
         batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
         rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
         rounds = zip(*[rows] * self._round, strict=False)  # complete ones only
@@ -125,11 +125,11 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
 
     The position is an epoch and the number of samples that all ranks together have received in that epoch. The position
     is the same on every rank and does not count samples that worker processes have prefetched. It can be restored with
-    another ``num_workers``, ``batch_size`` or number of ranks.
+    a different ``num_workers``, ``batch_size`` or number of ranks.
     """
 
     has_global_position = True
-    """Flag that tells the strategies that the position is for all ranks together, and not for one rank."""
+    """Flag that tells the strategies that the position counts the samples of all ranks, not of one rank."""
 
     # Lightning recreates loaders from the arguments of DataLoader, so an __init__ would not set these attributes.
     _epoch = 0
@@ -137,12 +137,12 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     _is_restored = False
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        # This is a generator, so nothing below runs before the first batch is requested. The epoch is set by then.
+        # This is a generator: the code below runs when the first batch is requested, after Lightning has set the epoch.
         sampler = self.sampler
-        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) has replaced the sampler
+        if not isinstance(sampler, ResumableSampler):  # replaced by Trainer(overfit_batches=...)
             yield from super().__iter__()
             return
-        # A position is valid in its own epoch only. After an epoch's last batch, the next epoch starts at sample 0.
+        # A restored position is valid only in its own epoch. All other epochs start at sample 0.
         if not (self._is_restored and self._epoch == sampler.epoch):
             self._epoch, self._samples = sampler.epoch, 0
         self._is_restored = False
@@ -158,11 +158,11 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch that was handed out."""
+        """Return the position after the last batch that the loader has yielded."""
         return {"epoch": self._epoch, "samples": self._samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position from :meth:`state_dict`. The next iteration continues there if its epoch is the same."""
+        """Restore a position from :meth:`state_dict`. The next iteration continues there if it is in the same epoch."""
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
         self._is_restored = True
         if isinstance(self.sampler, ResumableSampler):
@@ -172,8 +172,8 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
 class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
     """Data loader over a :class:`SequenceStream` that saves and restores its position.
 
-    The position is like that of a :class:`ResumableDataLoader`, but does not count the last batch that was handed out.
-    Lightning reads one batch ahead from a loader without a length, so it has not trained on that batch yet.
+    The position is like that of a :class:`ResumableDataLoader`, but does not count the last batch that the loader has
+    yielded. Lightning reads one batch ahead from a loader without a length, so it has not trained on this batch yet.
     """
 
     has_global_position = True
@@ -182,7 +182,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
     """Flag that tells the strategies that the position does not count the batch that Lightning reads ahead."""
 
     # A position is an epoch and a number of samples.
-    # Epochs are counted here, starting at the stream's epoch, because Lightning sets the epoch only on samplers.
+    # Lightning sets the epoch only on samplers, so the loader itself counts epochs, starting at the stream's epoch.
     _start: tuple[int, int] | None = None
     _position: tuple[int, int] | None = None
     _restored_samples: int | None = None
@@ -193,15 +193,18 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.set_epoch(epoch)
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
-            if number == 1:  # before the second batch, Lightning may start over
+            # When a run resumes, Lightning may fetch one batch and then iterate again from the same position.
+            # The position of the next epoch therefore holds only from the second batch on.
+            if number == 1:
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
             samples += len(batch["input_ids"]) * stream.num_replicas
             yield batch
         if samples == 0:
-            # without this error, Lightning would start one empty epoch after another
+            # without this error, Lightning would run empty epochs forever
             raise ValueError(
-                "The stream has no batch for every rank: it is empty, or has fewer sequences than one step needs."
+                "The stream does not have a batch for every rank: it is empty or has fewer sequences than one step "
+                "needs; use more data or smaller batches."
             )
         self._start = self._position = epoch + 1, 0
 
@@ -215,22 +218,22 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         return cast(SequenceStream, self.dataset)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch that was trained on."""
+        """Return the position after the last batch that the model was trained on."""
         epoch, samples = self._position or (self._get_stream().epoch, 0)
         return {"epoch": epoch, "samples": samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position from :meth:`state_dict`. The next iteration computes and skips the stream up to there."""
+        """Restore a position from :meth:`state_dict`. The next iteration computes and skips the sequences before it."""
         self._start = self._position = state_dict["epoch"], state_dict["samples"]
         self._restored_samples = state_dict["samples"]
 
 
 def fill_up(dataset: Dataset[dict[str, Tensor]], num_replicas: int) -> Dataset[dict[str, Tensor]]:
-    """Add sequences without labels to reach a multiple of ``num_replicas``, so that nothing is evaluated twice.
+    """Add sequences without labels to reach a multiple of ``num_replicas``, so that no sequence is evaluated twice.
 
-    The added sequences come first, and each goes to a different rank. So each shares a batch with a sequence of the
-    data set, unless batches have only one sequence. Otherwise many losses would be NaN, as they are for a batch without
-    any label.
+    The added sequences come first, and each goes to a different rank. Each added sequence therefore shares a batch with
+    sequences of the dataset, unless ``batch_size`` is 1. A batch of added sequences alone would have no labels, and its
+    loss would be NaN.
     """
     missing = -len(dataset) % num_replicas  # type: ignore[arg-type]
     if not missing:
@@ -247,19 +250,19 @@ def collate_sequences(
 
     Args:
         sequences: Sequences with ``input_ids``, optional ``labels`` (default: the ``input_ids``), and optional
-            ``position_ids`` that restart at each document. They are tensors of shape [sequence_length]. Shorter
+            ``position_ids`` that restart at each document. All are tensors of shape [sequence_length]. Shorter
             sequences are padded at their end, without labels. Causal attention needs no mask for the padding.
         pad_to_multiple_of: All sequences are padded to a multiple of this length.
         pad_token_id: Token to pad with.
 
     Returns:
         ``input_ids``, ``labels`` and, if the sequences have them, ``position_ids``: int64 tensors of shape
-        [batch, sequence_length]. The first token of a document has no label, since it would be predicted from
-        another document.
+        [batch, sequence_length]. With ``position_ids``, the first token of a document has no label, since it would be
+        predicted from another document.
     """
     longest = max(len(sequence["input_ids"]) for sequence in sequences)
     length = longest + -longest % (pad_to_multiple_of or 1)
-    # all padding has position 0, so that each of its tokens is a document of its own
+    # each token of the padding has position 0, so that it counts as a document of its own
     padding = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "position_ids": 0}
     complete = [{**sequence, "labels": sequence.get("labels", sequence["input_ids"])} for sequence in sequences]
     batch = {

@@ -41,23 +41,23 @@ _PLAIN_TYPES = (str, int, float, list, DatasetSplit)
 class SequenceDataModule(LightningDataModule, ABC):
     """Base class of data modules that give each data parallel rank resumable batches of token sequences.
 
-    Subclasses read and tokenise the data, in ``prepare_data`` of one process per node. All other processes, and later
-    runs, find the result in the cache of the ``datasets`` library. If one rank fails, every rank raises an error, so no
-    rank waits forever. A subclass calls the four setters below in its ``__init__``, in this order.
+    One process per node reads and tokenises the data, in ``prepare_data``. All other processes, and later runs, find
+    the result in the cache of the ``datasets`` library. If one rank fails, every rank raises an error, so no rank waits
+    forever. The ``__init__`` of a subclass calls the four setters below, in the order in which they are defined.
 
     Args:
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. None for one token per byte.
-        cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
+        cache_dir: Directory in which to keep tokenised text. Default: the cache of the ``datasets`` library.
 
     Raises:
-        ValueError: In ``setup``, when no number of micro-batches gives the ``global_batch_size``.
+        ValueError: In ``setup``, when ``global_batch_size`` is not a multiple of ``batch_size`` times the ranks.
     """
 
     train_dataset: Dataset | SequenceStream
     """Training sequences, set by ``setup``: rows of ``{"input_ids": int64 tensor of shape [sequence_length]}``.
 
-    Rows also have ``"position_ids"`` if documents are kept apart, and ``"labels"`` if not every token is learned. These
-    have the same dtype and shape.
+    Rows also have ``"position_ids"`` if documents are kept apart, and ``"labels"`` if the model does not learn every
+    token. Both columns have the same dtype and shape as ``"input_ids"``.
     """
 
     validation_dataset: Dataset | None
@@ -75,7 +75,7 @@ class SequenceDataModule(LightningDataModule, ABC):
     def _set_batches(
         self, sequence_length: int, pad_to_multiple_of: int | None, batch_size: int, global_batch_size: int | None
     ) -> None:
-        """Set the size of batches.
+        """Set the length of sequences and the size of batches.
 
         Args:
             sequence_length: Tokens per sequence.
@@ -98,13 +98,13 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.global_batch_size = global_batch_size
 
     def _set_order(self, *, streaming: bool, shuffle: bool, shuffle_buffer: int, seed: int, num_workers: int) -> None:
-        """Set how and in which order the training data is read.
+        """Set how, and in which order, batches of training data are read.
 
         Args:
             streaming: Whether to read, tokenise and pack the training data while training.
             shuffle: Whether to train on the sequences in a different order in each epoch.
-            shuffle_buffer: Size of the buffer that a stream is shuffled with, in rows.
-            seed: Seed of the order.
+            shuffle_buffer: Size of the buffer with which a stream is shuffled, in rows.
+            seed: Seed with which the training data is shuffled.
             num_workers: Number of processes per rank that load batches.
 
         Raises:
@@ -133,11 +133,11 @@ class SequenceDataModule(LightningDataModule, ABC):
         *,
         suffixes: Iterable[str],
     ) -> None:
-        """Set the training and test data, and look for their files: a misspelt path fails on every rank at once.
+        """Set the training and test data, and look for their files, so that every rank reports a misspelt path at once.
 
         Args:
             path: Files, directories or globs to train on.
-            dataset: Data to use in place of ``path``: a name that ``datasets.load_dataset`` takes, or a directory that
+            dataset: Data to use in place of ``path``: a name for ``datasets.load_dataset``, or a directory that
                 ``save_to_disk`` wrote.
             subset: Configuration of ``dataset`` to use.
             split: Part of ``dataset`` to train on.
@@ -157,7 +157,7 @@ class SequenceDataModule(LightningDataModule, ABC):
     def _set_validation(
         self, fraction: float | None, path: str | list[str] | None, split: str | None, *, suffixes: Iterable[str]
     ) -> None:
-        """Set the validation data, and look for its files.
+        """Set the data to validate on, and look for its files.
 
         Args:
             fraction: Fraction of the rows to validate on. None for the default.
@@ -176,15 +176,15 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def _load_splits(self) -> tuple[Dataset | SequenceStream, Dataset | None]:
-        """Read, tokenise and pack the data to train and validate on, unless it is in the cache already."""
+        """Read, tokenise and pack the training and validation data, or load it from the cache if it is there."""
 
     @abstractmethod
     def _load_test(self) -> Dataset | None:
-        """Read, tokenise and pack the data to test on, unless it is in the cache already."""
+        """Read, tokenise and pack the test data, or load it from the cache if it is there."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The Hugging Face tokenizer, loaded on first use."""
+        """Hugging Face tokenizer, loaded on first use."""
         if self._tokenizer_name is None:
             return build_byte_tokenizer()
         from transformers import AutoTokenizer
@@ -193,22 +193,22 @@ class SequenceDataModule(LightningDataModule, ABC):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._tokenizer_name)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"tokenizer={self._tokenizer_name!r} is not a directory with a tokenizer, and the Hub does not give "
-                f"it: {str(error).splitlines()[0]} Check its spelling, the network and `hf auth login`."
+                f"tokenizer={self._tokenizer_name!r} is not a directory with a tokenizer, and cannot be loaded from "
+                f"the Hub: {str(error).splitlines()[0]} Check its spelling, the network and `hf auth login`."
             ) from error
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
                 "set its eos_token and save it, or use the tokenizer of a causal language model."
             )
-        # The first call of a tokenizer undoes the truncation that it was saved with.
-        # Make that call here: the cache key contains the tokenizer's state, which must be the same in all processes.
+        # The first call of a tokenizer switches off the truncation with which it was saved. This changes its state.
+        # The state is part of the cache key and must be the same in all processes, so the first call is made here.
         tokenizer("", verbose=False)
         return tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the tokenizer can give. A model needs at least this ``vocab_size``."""
+        """Number of different tokens of the tokenizer. The ``vocab_size`` of a model must not be smaller."""
         return len(self.tokenizer)
 
     def prepare_data(self) -> None:
@@ -221,14 +221,14 @@ class SequenceDataModule(LightningDataModule, ABC):
         except Exception as error:
             if not self._has_other_ranks():
                 raise
-            self._failure = error  # the other ranks wait in `setup`, where all ranks raise an error
+            self._failure = error  # `setup`, where all other ranks wait, raises an error on every rank
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
-        """Let nodes with a shared cache prepare it one after another, so that later nodes use the files of the first.
+        """Let nodes that share a cache fill it one after another, so that later nodes use the first node's files.
 
-        All nodes could write at once, since files are either complete or absent. But the last node to finish would
-        replace files that the other nodes have memory-mapped. On NFS, the other nodes would lose these files.
+        If all nodes wrote at once, every file would be complete, but the last node to finish would replace files that
+        the other nodes have memory-mapped. On NFS, the other nodes would lose these files.
         """
         from datasets import config
         from filelock import FileLock
@@ -240,7 +240,7 @@ class SequenceDataModule(LightningDataModule, ABC):
             yield
 
     def setup(self, stage: str) -> None:
-        """Load the packed sequences from the cache, in each process."""
+        """Load the packed sequences from the cache. Every process calls this method."""
         self._raise_together(self._failure)
         if stage == "fit" and self.global_batch_size is not None:
             self._set_accumulation(self.global_batch_size)
@@ -265,7 +265,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self.trainer is not None and dist.is_initialized() and dist.get_world_size() > 1
 
     def _raise_together(self, failure: Exception | None) -> None:
-        """Raise an error on every rank if any rank failed. A rank that failed raises its own error."""
+        """Raise an error on every rank if ``failure`` is set on any rank. A rank that failed raises its own error."""
         if self.trainer is None or not self._has_other_ranks():
             if failure is not None:
                 raise failure
@@ -295,7 +295,7 @@ class SequenceDataModule(LightningDataModule, ABC):
     def build_example_batch(self) -> dict[str, Tensor]:
         """Return a batch with the largest shapes that occur in training, without reading data.
 
-        All its tokens are the same.
+        All tokens of this batch are the same.
         """
         length = self.sequence_length
         sequence = {"input_ids": torch.zeros(length, dtype=torch.int64)}
@@ -304,10 +304,10 @@ class SequenceDataModule(LightningDataModule, ABC):
         return collate_sequences([sequence] * self.batch_size, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def _set_accumulation(self, global_batch_size: int) -> None:
-        """Set the Trainer's gradient accumulation so that a step has ``global_batch_size`` sequences.
+        """Set the Trainer's gradient accumulation so that an optimizer step has ``global_batch_size`` sequences.
 
-        This is done in ``setup``, the first hook in which the strategy knows its data parallel ranks. It is also the
-        last hook before optimizers and schedulers are created, which may use ``trainer.estimated_stepping_batches``.
+        ``setup`` is the only hook that can call this method. Before it, the strategy does not know its data parallel
+        ranks. After it, optimizers and schedulers are created, which may use ``trainer.estimated_stepping_batches``.
         """
         num_replicas, _ = self._get_replicas_and_rank()
         accumulation = self.get_accumulation(num_replicas)
@@ -335,8 +335,8 @@ class SequenceDataModule(LightningDataModule, ABC):
     def train_dataloader(self) -> ResumableDataLoader | ResumableStreamLoader:
         """Return this rank's batches, in a new order each epoch.
 
-        Sequences at the end that do not fill a batch are left out. With ``global_batch_size``, sequences that do not
-        fill a step are left out, so that epochs have the same number of steps on any number of ranks.
+        Sequences at the end that do not fill a batch on every rank are left out. With ``global_batch_size``, sequences
+        that do not fill a step are left out, so that the number of steps does not depend on the number of ranks.
         """
         num_replicas, rank = self._get_replicas_and_rank()
         if isinstance(self.train_dataset, SequenceStream):
@@ -363,17 +363,17 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._build_dataloader(self.train_dataset, sampler)
 
     def val_dataloader(self) -> ResumableDataLoader | list[ResumableDataLoader]:
-        """Return this rank's validation batches, the same number on each rank; an empty list without validation."""
+        """Return this rank's validation batches, as many as on every rank, or an empty list without validation."""
         if self.validation_dataset is None:
             return []
         return self._build_evaluation_dataloader(self.validation_dataset)
 
     def test_dataloader(self) -> ResumableDataLoader:
-        """Return this rank's batches of the test sequences, the same number on each rank."""
+        """Return this rank's batches of the test sequences. Every rank has the same number of batches."""
         return self._build_evaluation_dataloader(self._get_test_dataset())
 
     def predict_dataloader(self) -> ResumableDataLoader:
-        """Return this rank's batches of the test sequences, each sequence on one rank only."""
+        """Return this rank's batches of the test sequences. Each sequence is on one rank only."""
         dataset, (num_replicas, rank) = self._get_test_dataset(), self._get_replicas_and_rank()
         own = dataset.select(range(rank, len(dataset), num_replicas))
         return self._build_dataloader(own, ResumableSampler(own, 1, 0, shuffle=False))
@@ -389,8 +389,8 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._build_dataloader(filled, ResumableSampler(filled, num_replicas, rank, shuffle=False))
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
-        """Return the number of ranks that get different batches, and this rank's number among them."""
-        # Every strategy for several processes sets `distributed_sampler_kwargs`, even with model parallel ranks.
+        """Return the number of data parallel ranks (ranks that share a batch count as one), and this rank's index."""
+        # Every strategy for several processes sets `distributed_sampler_kwargs`; they count model parallel ranks once.
         sampler_settings = self.trainer.distributed_sampler_kwargs if self.trainer else None
         if sampler_settings is None:
             return 1, 0
@@ -410,13 +410,13 @@ class SequenceDataModule(LightningDataModule, ABC):
             ),
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             # Each iterator draws a seed, and a resumed run creates fewer or more iterators than an uninterrupted run.
-            # With the global generator, the resumed run would get other random numbers, for example in dropout.
+            # If it drew from the global generator, dropout would get different random numbers in the resumed run.
             "generator": torch.Generator(),
         }
 
 
 def check_minimum(option: str, value: int, minimum: int, reason: str) -> None:
-    """Raise a ValueError that names the option and the reason if ``value`` is less than ``minimum``."""
+    """Raise a ValueError if ``value`` is less than ``minimum``. The message names the option and the reason."""
     if value < minimum:
         raise ValueError(f"{option}={value} is less than {minimum}, the smallest value that works: {reason}.")
 
@@ -424,15 +424,15 @@ def check_minimum(option: str, value: int, minimum: int, reason: str) -> None:
 def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any], streaming: bool) -> float:
     """Return the fraction of the training data to validate on.
 
-    The default is 0.05, or 0 if there is other validation data or the training data is a stream.
+    The default is 0.05, or 0 if the user has set separate validation data or the training data is a stream.
 
     Args:
         fraction: Value from the user; None for the default.
-        elsewhere: Values of the options that give other validation data, by name.
+        elsewhere: Values of the options for separate validation data, by option name.
         streaming: Whether the training data is a stream.
 
     Raises:
-        ValueError: When ``fraction`` is not in [0, 1), or is more than 0 with other validation data or a stream.
+        ValueError: When ``fraction`` is not in [0, 1), or is more than 0 with separate validation data or a stream.
     """
     given = {option: value for option, value in elsewhere.items() if value}
     if fraction is None:
@@ -462,14 +462,14 @@ def split_in_two(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dat
     if not len(train) or not len(validation):
         raise ValueError(
             f"validation_fraction={fraction} splits {len(documents)} document(s) into {len(train)} for training and "
-            f"{len(validation)} for validation; use another fraction or seed, more documents, a validation_path, or "
-            "validation_fraction=0 for no validation."
+            f"{len(validation)} for validation; use a different fraction or seed, more documents, a validation_path, "
+            "or validation_fraction=0 for no validation."
         )
     return train, validation
 
 
 def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_replicas: int) -> str:
-    """Return an error message with the nearest sizes that give a whole number of micro-batches."""
+    """Return an error message that lists the nearest batch sizes with a whole number of micro-batches."""
     micro = batch_size * num_replicas
     below = global_batch_size // micro * micro
     sizes = [f"global_batch_size={size}" for size in (below, below + micro) if size]
@@ -486,7 +486,7 @@ def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_repli
 
 @contextmanager
 def _progress_bars_on_rank_zero() -> Iterator[None]:
-    """Hide progress bars inside the block on all ranks except global rank 0. Otherwise, every node would show them."""
+    """Hide progress bars inside the block, except on global rank 0. Otherwise, every node would show them."""
     import datasets
 
     is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]

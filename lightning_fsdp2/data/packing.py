@@ -18,25 +18,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # `datasets` caches results by the names and arguments of the functions in this file, not by their code.
-# Rename a function in this file when its result changes, so that no old result is used.
+# If you change what a function returns, rename it, so that `datasets` does not use an old result.
 
-# Tokens take much more memory during tokenising, as Python and Rust objects, than in the cache.
+# Few at once, because tokens are Python and Rust objects during tokenisation, which take much more memory than arrays.
 _DOCUMENTS_AT_ONCE = 64
 
-# With fewer conversations at once, more sequences would stay partly empty.
+# If fewer conversations were packed at once, sequences would have more padding.
 _CONVERSATIONS_AT_ONCE = 1024
 
 
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split documents into a training and a validation set, by a hash of their content.
 
-    Equal documents are in the same set. A document stays in its set when other documents are added or removed, unless a
-    set would be empty; then one document moves there. A lone document is cut, and its end is the validation set.
+    Equal documents go to the same set. A document stays in its set when other documents are added or removed. There is
+    one exception: if a set would be empty, one document moves there. A lone document is cut, and its end becomes the
+    validation set.
 
     Args:
         documents: Any dataset with a column ``text``.
         fraction: Expected fraction of documents in the validation set, in [0, 1].
-        seed: Seed of the split. Another seed gives another split.
+        seed: Seed of the split. A different seed gives a different split.
     """
     if len(documents) == 1:
         return _cut(documents, fraction)
@@ -90,17 +91,17 @@ def pack_documents(
     split: str = "training",
     remedy: str = "use shorter sequences or more text",
 ) -> Dataset:
-    """Tokenise documents, end each with the end-of-text token, join them and cut the stream into sequences.
+    """Tokenise documents, end each with the end-of-text token, join them to a stream and cut the stream into sequences.
 
-    The end of the stream, if it does not fill a sequence, is dropped. Padding it would need a pad token, and that
-    sequence would weigh less than the others in its batch.
+    Tokens at the end of the stream that do not fill a sequence are dropped. Padding would need a pad token, and a
+    padded sequence would weigh less than the other sequences in its batch.
 
     Args:
         documents: Any dataset with a column ``text``.
-        tokenizer: Tokenizer with an ``eos_token``. Tokens that it adds to each text, such as a first token, are kept.
+        tokenizer: Tokenizer with an ``eos_token``. Special tokens that it adds, such as ``bos_token``, are kept.
         sequence_length: Tokens per sequence.
         with_position_ids: Whether to add ``position_ids``, which show where documents begin.
-        split: Name of the documents in the error message.
+        split: Name of the split in the error message, such as ``training``.
         remedy: Advice in the error message.
 
     Returns:
@@ -108,7 +109,7 @@ def pack_documents(
         ``"position_ids"`` of the same dtype and shape, which restart at 0 at each document.
 
     Raises:
-        ValueError: When the documents hold fewer tokens than one sequence.
+        ValueError: When all documents together have fewer tokens than one sequence.
     """
     from datasets import Features, List, Value
 
@@ -130,7 +131,7 @@ def pack_documents(
 
 
 class PackedStream:
-    """Stream of sequences that each pass packs from a stream of documents, as :func:`pack_documents` does.
+    """Stream of sequences, packed like those of :func:`pack_documents` from a stream of documents, again in each pass.
 
     Args:
         documents: Stream with the column ``text``.
@@ -156,7 +157,7 @@ class PackedStream:
         self._tokens.set_epoch(epoch)
 
     def iter(self, batch_size: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
-        """Yield the sequences that the next ``batch_size`` documents complete, of shape [number, sequence_length]."""
+        """Read ``batch_size`` documents at a time, and yield the completed sequences, [number, sequence_length]."""
         packer = _Packer(self._sequence_length, self._columns)
         yield from map(packer, self._tokens.iter(batch_size))
 
@@ -184,16 +185,16 @@ def _tokenize_documents(
 def _tokenize(
     batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[npt.NDArray[np.int32]]]:
-    # verbose=False: do not warn of documents longer than the model's context, since they are cut afterwards.
+    # `verbose=False` suppresses the warning about documents longer than the model's context, which are cut afterwards.
     documents = tokenizer(batch["text"], return_attention_mask=False, verbose=False)["input_ids"]
     end = tokenizer.eos_token_id
     return {"input_ids": [np.array(ids if ids[-1:] == [end] else [*ids, end], np.int32) for ids in documents]}
 
 
 class _Packer:
-    """Function with a state that joins batches of documents into a stream and cuts the stream into sequences.
+    """Stateful function that joins batches of documents into a stream and cuts the stream into sequences.
 
-    It keeps the rest of a batch for the next one.
+    Tokens of a batch that do not fill a sequence are kept for the next batch.
     """
 
     def __init__(self, sequence_length: int, columns: tuple[str, ...]) -> None:
@@ -206,7 +207,7 @@ class _Packer:
         sequences = {"input_ids": self._cut("input_ids", documents)}
         if "position_ids" in self.columns:
             positions = self._cut("position_ids", [np.arange(len(document), dtype=np.int32) for document in documents])
-            # positions count from 0 even if a sequence begins with the rest of a document
+            # positions count from 0 even if a sequence begins in the middle of a document
             sequences["position_ids"] = np.minimum(positions, np.arange(self.sequence_length, dtype=np.int32))
         return sequences
 
@@ -222,13 +223,14 @@ def pack_conversations(
 ) -> Dataset | IterableDataset:
     """Pack whole conversations into sequences, and pad each sequence to ``sequence_length``.
 
-    In every thousand conversations, the longest are placed first, each in the sequence that it fills best (best fit
-    decreasing; Johnson 1973). No conversation is cut, since the part after the cut would lack the question.
+    Conversations are packed in batches of about a thousand. In each batch, the longest conversations are placed first,
+    and each is placed in the sequence with the least room that suffices (best fit decreasing; Johnson 1973). No
+    conversation is cut, since the part after the cut would lack the question.
 
     Args:
-        conversations: Rows of ``input_ids``, ``labels`` and ``answer_tokens``. Those without an answer are left out.
-        sequence_length: Tokens per sequence. No conversation is longer.
-        pad_token_id: Token to pad with, without labels.
+        conversations: Rows of ``input_ids``, ``labels`` and ``answer_tokens``. Rows without answer tokens are left out.
+        sequence_length: Tokens per sequence. No conversation may be longer.
+        pad_token_id: Token to pad with. Padding has no labels.
 
     Returns:
         Rows of ``input_ids``, ``labels`` and ``position_ids``, each of ``sequence_length`` integers. Positions restart
@@ -249,7 +251,7 @@ def pack_conversations(
 
 
 def select_with_answers(conversations: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Return the ``input_ids`` and ``labels`` of conversations that have an answer, each as its own sequence."""
+    """Return the ``input_ids`` and ``labels`` of all conversations that have an answer. Each becomes one sequence."""
     bar = get_bar_options(conversations, "Leaving out conversations without an answer")
     return conversations.filter(bool, input_columns="answer_tokens", **bar).select_columns(["input_ids", "labels"])
 
@@ -282,7 +284,7 @@ def _fit(lengths: list[int], capacity: int) -> list[list[int]]:
     Each group is sorted, and the groups are sorted by their first index.
     """
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # the free room in each group, sorted
+    rooms: list[tuple[int, int]] = []  # free room and index of each group, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         tightest = bisect_left(rooms, (lengths[index], -1))
         if tightest < len(rooms):

@@ -1,4 +1,4 @@
-"""Functions that find files and datasets, and read them as documents or rows."""
+"""Functions that find files and datasets, and read their documents or rows."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def find_files(
     """Find the files that ``path`` refers to: a file, a directory, a glob, ``"python-stdlib"``, or a list of them.
 
     Args:
-        path: Path or paths to look for. A directory stands for its files with one of the ``suffixes``, at any depth,
-            except hidden files. Files and globs may have any suffix.
+        path: Path or paths to look for. A directory stands for all files below it that have one of the ``suffixes`` and
+            are not hidden. Files given by name or by a glob may have any suffix.
         suffixes: Endings of file names, with their dot.
         option: Name of ``path`` in error messages.
 
     Returns:
-        Absolute paths without repetition, in the order of the given paths and sorted within each of them.
+        Absolute paths without duplicates, in the order of the given paths. The files of each given path are sorted.
 
     Raises:
         FileNotFoundError: When one of the given paths matches no file.
@@ -83,7 +83,7 @@ def _find_stdlib_files() -> list[Path]:
 
 
 def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[str], bool]) -> list[Path]:
-    """List the files below a directory, sorted. Skip files and folders if ``leave_out`` is true for their name."""
+    """List the files below a directory, sorted. Skip files and folders for whose names ``leave_out`` returns True."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not leave_out(name)]
@@ -93,13 +93,13 @@ def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[st
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """A split of a dataset from the Hugging Face Hub or a local directory."""
+    """Split of a dataset from the Hugging Face Hub or a local directory."""
 
     name: str
-    """Name that ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote."""
+    """Name for ``datasets.load_dataset``, or a directory that ``save_to_disk`` wrote."""
 
     subset: str | None
-    """Configuration of the dataset; None for the only one."""
+    """Configuration of the dataset; None if it has only one."""
 
     split: str
     """Name of the split, or a slice such as ``train[:1%]``."""
@@ -112,7 +112,7 @@ Source: TypeAlias = list[str] | DatasetSplit
 def find_source(
     path: str | Sequence[str] | None, dataset: str | None, subset: str | None, split: str, suffixes: Iterable[str]
 ) -> Source:
-    """Return the source to train on: the files of ``path``, or the split of ``dataset``.
+    """Return the source of training data: the files of ``path``, or the split of ``dataset``.
 
     Raises:
         ValueError: When both or neither of ``path`` and ``dataset`` are given.
@@ -129,14 +129,14 @@ def find_source(
 def find_optional_source(
     name: str, path: str | Sequence[str] | None, split: str | None, suffixes: Iterable[str], train: Source
 ) -> Source | None:
-    """Return the source to validate or to test on, if any: files, or another split of the training dataset.
+    """Return the source of validation or test data, if any: the files of ``path``, or a split of the training dataset.
 
     Raises:
-        ValueError: When both ``path`` and ``split`` are given, or a split is given but ``train`` is not a dataset.
+        ValueError: When both ``path`` and ``split`` are given, or ``split`` is given but ``train`` is not a dataset.
         FileNotFoundError: When ``path`` matches no file.
     """
     if path and split:
-        raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} exclude each other; leave one of them out.")
+        raise ValueError(f"{name}_path={path!r} and {name}_split={split!r} cannot be used together; leave one out.")
     if path:
         return find_files(path, suffixes, option=f"{name}_path")
     if not split:
@@ -151,26 +151,26 @@ def load_documents(
 ) -> Dataset | IterableDataset:
     """Read documents with the ``datasets`` library, which caches them.
 
-    Each row of a dataset, and of ``.json``, ``.jsonl`` (one object per line, or one list of objects) and ``.parquet``
-    files, is a document. Any other file is UTF-8 text and one document. Empty documents are left out. Text files that
-    are not UTF-8 are left out with a warning.
+    Each row of a dataset is a document, and so is each row of a ``.parquet`` file and each object in a ``.json`` or
+    ``.jsonl`` file (one object per line, or one list of objects). Any other file is one document in UTF-8. Empty
+    documents are left out. Text files that are not UTF-8 are left out with a warning.
 
     Args:
         source: Files, as from :func:`find_files`, or a dataset.
-        text_column: Column of datasets, JSON and Parquet files that holds the documents.
-        streaming: Whether to read documents on demand, again in each pass.
+        text_column: Column of datasets, JSON and Parquet files that contains the documents.
+        streaming: Whether to read documents on demand, once more in each pass.
         cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
         A dataset with the single column ``text``. Text files come first, then JSON, then Parquet.
 
     Raises:
-        ValueError: When ``text_column`` is not a column of strings, the dataset or split does not exist, or no document
-            is left (not checked for a stream).
+        ValueError: When ``text_column`` is not a column of strings, the dataset or split does not exist, or all
+            documents are empty. Streams are not checked for empty documents.
     """
     if isinstance(source, DatasetSplit):
         documents = _select_text(_load_dataset(source, streaming, cache_dir), text_column, source.name)
-        emptiness = f"dataset={source.name!r} holds no text in split={source.split!r}; use another one"
+        emptiness = f"dataset={source.name!r} holds no text in split={source.split!r}; use a different split"
     else:
         documents = _load_files(source, text_column, streaming, cache_dir)
         emptiness = (
@@ -184,7 +184,7 @@ def load_documents(
 
 
 def get_bar_options(rows: Dataset | IterableDataset, text: str) -> dict[str, str]:
-    """Return the options for the progress bar of a ``map`` or ``filter``. A stream has no progress bar."""
+    """Return progress bar options for ``rows.map`` and ``rows.filter``. Streams have no progress bar and no options."""
     from datasets import IterableDataset
 
     return {} if isinstance(rows, IterableDataset) else {"desc": text}
@@ -212,7 +212,7 @@ def _load_files(
 
 
 def _escape(files: list[str]) -> list[str]:
-    """Escape the brackets and stars in names of files, because the readers take glob patterns."""
+    """Escape brackets and asterisks in file names, because the readers of ``datasets`` take names as glob patterns."""
     return [glob.escape(file) for file in files]
 
 
@@ -232,8 +232,8 @@ def _drop_what_is_not_utf8(documents: Dataset | IterableDataset) -> Dataset | It
 
 
 def _is_utf8(text: str) -> bool:
-    # The reader puts U+FFFD in place of bytes that it cannot decode.
-    # Valid UTF-8 text hardly ever holds U+FFFD, unless an earlier decoding has already broken it.
+    # The reader replaces bytes that it cannot decode with U+FFFD.
+    # Valid UTF-8 text hardly ever contains U+FFFD, unless an earlier decoding has already damaged the text.
     return "\ufffd" not in text
 
 
@@ -245,21 +245,21 @@ def _is_utf8_or_warn(text: str) -> bool:
 
 
 def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -> Dataset | IterableDataset:
-    """Keep only the text column, and name it ``text``."""
+    """Return ``rows`` with only the column ``text_column``, renamed to ``text``."""
     from datasets import Value
 
     columns = _get_columns(rows)
     if text_column not in columns:
         raise ValueError(
             f"text_column={text_column!r} is not a column of {name!r}, which has {columns}; "
-            "set text_column to the column that holds the documents."
+            "set text_column to the column that contains the documents."
         )
     documents = rows.select_columns(text_column)
     feature = documents.features and documents.features[text_column]  # a stream may not know its features
     if feature and (not isinstance(feature, Value) or feature.dtype not in ("string", "large_string")):
         raise ValueError(
-            f"text_column={text_column!r} of {name!r} holds {feature}, not strings; "
-            f"set text_column to another one of {columns}."
+            f"text_column={text_column!r} of {name!r} contains {feature}, not strings; "
+            f"set text_column to one of {columns} that contains strings."
         )
     if text_column != "text":
         documents = documents.rename_column(text_column, "text")
@@ -271,16 +271,16 @@ def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
 
 
 def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:
-    """Read rows, each as a text in JSON. The columns may differ from row to row, unlike in a table.
+    """Read rows, and return each row as a JSON string. Unlike in a table, each row may have different columns.
 
     Args:
-        source: Files, as from :func:`find_files`, or a dataset. A ``.parquet`` file holds a table, and a ``.json`` file
-            that begins with a bracket holds a list of objects. Any other file holds one object per line.
-        streaming: Whether to read rows on demand, again in each pass.
+        source: Files, as from :func:`find_files`, or a dataset. A ``.parquet`` file contains a table, and a ``.json``
+            file that begins with ``[`` contains a list of objects. Any other file contains one object per line.
+        streaming: Whether to read rows on demand, once more in each pass.
         cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
-        A dataset with the string columns ``location``, which names the row in errors, and ``text``, the row as JSON.
+        A dataset with two string columns: ``location`` names the row in errors, and ``text`` is the row as JSON.
 
     Raises:
         ValueError: When a line is not UTF-8, a file is damaged, all files are empty, or there is no such dataset or
@@ -297,11 +297,12 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
     if next(_read_rows([(file, "") for file in source]), None) is None:
         raise ValueError(
-            f"path holds no row: the {len(source)} file(s), starting with {source[0]!r}, are empty; name other files."
+            f"path contains no rows: the {len(source)} file(s), starting with {source[0]!r}, are empty; "
+            "set path to other files."
         )
     if streaming:
         return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
-    # `datasets` caches rows by the generator's arguments, so these include a hash of each file
+    # `datasets` caches rows by the generator's arguments, so the arguments include a hash of each file
     files = [(file, _hash_file(file)) for file in source]
     try:
         return Dataset.from_generator(_read_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})
@@ -329,7 +330,7 @@ def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) 
             f"dataset={source.name!r} is not a directory on this machine, and the Hub cannot be reached: {error}; "
             "check its spelling and the network, or use a directory that `save_to_disk` wrote."
         ) from error
-    except ValueError as error:  # raised for an unknown subset or split; the message lists the known ones
+    except ValueError as error:  # an unknown subset or split; the message lists the known ones
         raise ValueError(
             f"dataset={source.name!r}, subset={source.subset!r}, split={source.split!r}: {error}"
         ) from error

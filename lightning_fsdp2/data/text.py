@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 class TextDataModule(SequenceDataModule):
     """Data module of text files for training a causal language model: tokenised, packed, shuffled and resumable.
 
-    Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length]. The two are
-    equal wherever there is a label, because Hugging Face models shift the labels themselves. Documents are joined into
-    one stream, with an end-of-text token after each, and the stream is cut into sequences. The last piece is dropped if
-    it is shorter than a sequence.
+    Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length]. A label equals
+    the input token at the same position, because Hugging Face models shift the labels themselves; -100 means no label.
+    Documents are joined into one stream, with an end-of-text token after each, and the stream is cut into sequences.
+    Tokens at the end of the stream that do not fill a sequence are dropped.
 
-    Tokenising happens once, in ``prepare_data`` of one process per node. All other processes, and later runs, find the
-    result in the cache of the ``datasets`` library. A resumed run continues at the next sample.
+    One process per node tokenises the data, in ``prepare_data``. All other processes, and later runs, find the result
+    in the cache of the ``datasets`` library. A resumed run continues at the next sample.
 
-    If the number of sequences to validate or test on is not a multiple of the number of ranks, some ranks begin with a
-    sequence without labels (-100), so that each token counts once. ``CausalLM`` accepts batches without any label, but
-    ``model(**batch).loss`` is NaN for them.
+    If the number of validation or test sequences is not a multiple of the number of ranks, some ranks get one
+    additional sequence without labels, so that each token counts once. ``CausalLM`` accepts batches without any label,
+    but ``model(**batch).loss`` is NaN for such batches.
 
     Args:
         path: A file, a directory, a glob, ``python-stdlib`` (the source of Python's own standard library), or a list of
-            them. ``.json``, ``.jsonl`` and ``.parquet`` files hold one document per row. Any other file is one document
-            in UTF-8.
-        dataset: Data to use in place of ``path``, with one document per row, from the Hugging Face Hub or a local
-            directory: a name that ``datasets.load_dataset`` takes, or a directory that ``save_to_disk`` wrote.
+            them. ``.json``, ``.jsonl`` and ``.parquet`` files contain one document per row. Any other file is one
+            document in UTF-8.
+        dataset: Data to use in place of ``path``, with one document per row: a name for ``datasets.load_dataset``, such
+            as a dataset on the Hugging Face Hub, or a directory that ``save_to_disk`` wrote.
         subset: Configuration of ``dataset`` to use, if it has several.
         split: Part of ``dataset`` to train on.
-        text_column: Column of datasets, JSON and Parquet files that holds the documents.
+        text_column: Column of datasets, JSON and Parquet files that contains the documents.
         suffixes: Endings of the names of files to take from a directory. Default: .txt .md .py .json .jsonl .parquet.
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
             download.
@@ -46,12 +46,13 @@ class TextDataModule(SequenceDataModule):
         separate_documents: Whether to keep the documents in a sequence apart, so that no token attends to, or is
             predicted from, another document. Batches then have ``position_ids`` that restart at each document, and the
             first tokens of documents have no label. The model's attention must respect ``position_ids``; ``CausalLM``
-            refuses models without such attention. Flash attention respects them only at ``batch_size=1`` or under
-            context parallelism.
+            rejects models with other attention. Flash attention respects ``position_ids`` only at ``batch_size=1`` or
+            under context parallelism.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
-            data parallel ranks. It sets the Trainer's ``accumulate_grad_batches``, so that a run can continue with
-            another number of ranks. Sequences at the end of an epoch that do not fill a step are left out.
+            data parallel ranks. The data module sets the Trainer's ``accumulate_grad_batches`` accordingly, so that a
+            run can continue with a different number of ranks. Sequences at the end of an epoch that do not fill a step
+            are left out.
         validation_fraction: Fraction of the documents to validate on, chosen by their content. If there is only one
             document, its end is used. The default is 0.05, or 0 with a ``validation_path``, a ``validation_split`` or
             ``streaming``.
@@ -60,14 +61,14 @@ class TextDataModule(SequenceDataModule):
         test_path: Documents for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all the data and keeps its share. A resumed run reads again, and skips, the data
-            that it has already been trained on.
+            store. Every rank reads all the data and keeps its share. A resumed run reads the data that it has already
+            trained on once more, and skips it.
         shuffle: Whether to train on the sequences in a different order in each epoch.
-        shuffle_buffer: Size of the buffer that a stream is shuffled with, in documents.
+        shuffle_buffer: Size of the buffer with which a stream is shuffled, in documents.
         seed: Seed of the order and of the choice of documents for validation.
         num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
         max_documents: Number of documents to train on, taken from the beginning. Default: all of them.
-        cache_dir: Directory to keep tokenised text in. Default: the cache of the ``datasets`` library.
+        cache_dir: Directory in which to keep tokenised text. Default: the cache of the ``datasets`` library.
 
     Raises:
         FileNotFoundError: When a path matches no file.

@@ -94,7 +94,9 @@ def test_what_an_aborted_run_has_left_does_not_come_back() -> None:
 
 
 def test_what_another_version_lacks_is_named_with_the_reason() -> None:
-    with pytest.raises(RuntimeError, match=r"has no Owner\._gone, which has to be replaced because it is one; install"):
+    with pytest.raises(
+        RuntimeError, match=r"has no Owner\._gone, which this package has to replace because it is one; install"
+    ):
         Ledger().replace(Owner(), "_gone", None, reason="it is one")
 
 

@@ -151,7 +151,8 @@ def test_cut_conversations_are_counted_in_a_warning(set_up):
 
 def test_nothing_is_left_of_too_short_sequences(set_up):
     with pytest.raises(
-        ValueError, match=r"60 training conversation\(s\) have no answer within sequence_length=4; use lo"
+        ValueError,
+        match=r"60 training conversation\(s\) have no answer within the first sequence_length=4 tokens; use lo",
     ):
         set_up(sequence_length=4)
 
@@ -416,7 +417,7 @@ def test_yaml(corpus, cache, tmp_path):
         (
             {"dataset": "a/b", "validation_split": "v", "validation_path": "x"},
             ValueError,
-            "validation_path='x' and validation_split='v' exclude each other",
+            "validation_path='x' and validation_split='v' cannot be used together",
         ),
         (
             {"dataset": "a/b", "validation_split": "v", "validation_fraction": 0.1},
@@ -453,14 +454,14 @@ def test_broken_line_is_named(set_up, corpus, tmp_path, streaming):
 def test_empty_file_is_named(set_up, tmp_path, streaming):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(
-        ValueError, match=r"path holds no row: the 1 file\(s\), starting with '.*empty.jsonl', are empty"
+        ValueError, match=r"path contains no rows: the 1 file\(s\), starting with '.*empty.jsonl', are empty"
     ):
         set_up(path=str(tmp_path / "empty.jsonl"), streaming=streaming)
 
 
 def test_stream_that_fills_no_step_is_an_error_and_no_endless_loop(set_up):
     for loader in (set_up(streaming=True, max_conversations=2, **size).train_dataloader() for size in SIZES):
-        with pytest.raises(ValueError, match="The stream has no batch for every rank"):
+        with pytest.raises(ValueError, match="The stream does not have a batch for every rank"):
             next(iter(loader))
 
 

@@ -172,7 +172,7 @@ ASK = {"role": "user", "content": "?"}
         ("[1]", "the row is a list, not an object; write one object per line"),
         (
             {"text": "x"},
-            r"the row has neither 'messages' nor 'prompt' and 'completion'. It has \['text'\]; set messages_column",
+            r"the row has neither 'messages' nor 'prompt' and 'completion'. It has the columns \['text'\]; set",
         ),
         ({"messages": "x"}, "'messages' is a text, not a list of messages"),
         ({"messages": []}, "the conversation has no message of the assistant to learn"),
@@ -229,7 +229,7 @@ def test_template_that_fails_is_named():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
     template = CHATML.replace("{{ message.content }}", "{{ 'says ' + message.tool_calls }}")
     with pytest.raises(
-        ValueError, match=r"^a.jsonl, line 1: the chat template cannot write .*can only concatenate str"
+        ValueError, match=r"^a.jsonl, line 1: the chat template cannot render .*can only concatenate str"
     ):
         tokenize([{"messages": [call | {"role": "user", "content": "?"}, call]}], template)
 

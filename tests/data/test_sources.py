@@ -134,7 +134,7 @@ def test_corpus_without_text(tmp_path, cache):
     ("column", "message"),
     [
         ("body", r"text_column='body' is not a column of '.*a.jsonl', which has \['text', 'id'\]; set text_column"),
-        ("id", r"text_column='id' of '.*a.jsonl' holds Value\('int64'\), not strings; set text_column"),
+        ("id", r"text_column='id' of '.*a.jsonl' contains Value\('int64'\), not strings; set text_column"),
     ],
 )
 def test_wrong_column(tmp_path, cache, column, message):
