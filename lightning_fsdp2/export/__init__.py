@@ -1,4 +1,4 @@
-"""Export of checkpoints and sharded modules in Hugging Face's format."""
+"""Export of models in Hugging Face's format, from checkpoints or sharded modules."""
 
 from lightning_fsdp2.export.hugging_face import export_hf
 

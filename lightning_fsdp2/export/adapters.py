@@ -1,4 +1,4 @@
-"""Export of LoRA adapters, either in peft's format or merged into the model layer by layer with peft's own code."""
+"""Export of LoRA adapters, either in peft's format or merged into the model. peft's code merges one layer at a time."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ _BASE = ".base_layer."
 
 
 def build_adapter_file_layout(weights: Weights, dtype: torch.dtype | None) -> FileLayout:
-    """Build the layout of an adapter's files: a single file, as peft's ``save_pretrained`` writes it."""
+    """Build the file layout of an adapter: a single file, like the one that peft's ``save_pretrained`` writes."""
     (adapter,) = weights.description["adapters"]
     keys = {key: name.removeprefix(_PREFIX) for name, key in get_adapter_names(weights.adapted, adapter).items()}
     specs = {name: weights.specs[name].to(dtype=dtype) for name in keys.values()}
@@ -41,7 +41,7 @@ def build_adapter_file_layout(weights: Weights, dtype: torch.dtype | None) -> Fi
 
 
 def write_adapter_config(folder: Path, weights: Weights) -> None:
-    """Write the config file that peft needs in addition to the adapter's weights."""
+    """Write the adapter's config file, which peft needs in addition to the weights."""
     (config,) = weights.description["adapters"].values()
     (folder / CONFIG_FILE).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
@@ -54,8 +54,8 @@ def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
         skeleton: The model without the adapter, and without weights.
 
     Raises:
-        ValueError: When the adapter changes a tied weight, which would become two weights, or when it adapts single
-            parameters of a module (``target_parameters``).
+        ValueError: When the adapter changes a tied weight, since merging would turn it into two different weights, or
+            when the adapter adapts single parameters of a module (``target_parameters``).
     """
     merge = _Merge(weights)
     merge.check()
@@ -70,30 +70,30 @@ def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
 
 
 class _Merge:
-    """Reader of whole merged tensors. It reads all tensors of an adapted layer together."""
+    """Reader of whole tensors with the adapter merged in. It reads all tensors of an adapted layer together."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         (self._adapter,) = weights.description["adapters"]
         model: Any = weights.skeleton
         self._sources = {name: self._get_trained(source) for source, name in get_plain_names(model).items()}
-        # find for each tensor the path of the peft layer around its module
+        # path of the peft layer around each tensor's module, or an empty text if there is none
         paths = {name: source.rpartition(_BASE)[0] for name, source in self._sources.items()}
         self._layers: dict[str, Any] = {name: model.get_submodule(path) for name, path in paths.items() if path}
         self._paths = paths
 
     def get_source(self, name: str) -> str:
-        """Return the name in the adapted model for the tensor with this ``name`` in the base model."""
+        """Return the name that the tensor ``name`` of the base model has in the adapted model."""
         return self._sources[name]
 
     def check(self) -> None:
-        """Raise an error if the adapter cannot be merged."""
+        """Raise a ValueError if the adapter cannot be merged."""
         ties: dict[str, str] = self._weights.skeleton.all_tied_weights_keys
         for name in self._weights.description["tied"]:
             if {name, ties[name]} & self._layers.keys():
                 raise ValueError(
-                    f"The adapter changes {name} or {ties[name]}, which are tied and would become two weights; export"
-                    " the adapter by itself (merge=False)."
+                    f"The adapter changes {name} or {ties[name]}, which are tied and would become two separate weights;"
+                    " export the adapter by itself (merge=False)."
                 )
         for name, layer in self._layers.items():
             if hasattr(layer, "parameter_name"):
@@ -108,7 +108,7 @@ class _Merge:
         for path in {self._paths[name] for name in own if self._paths[name]}:
             parts = {key.removeprefix(f"{path}."): tensors.pop(key) for key in [*tensors] if key.startswith(f"{path}.")}
             tensors |= {f"{path}{_BASE}{key}": tensor for key, tensor in self._merge(path, parts).items()}
-        # each tensor is removed before it is converted, so that no second copy stays in memory
+        # `pop` drops each tensor before the converted copy of the next tensor is made, which saves memory
         return {name: tensors.pop(self._sources[name]).to(dtype) for name, dtype in own.items()}
 
     @torch.no_grad()
@@ -120,14 +120,14 @@ class _Merge:
         return merged
 
     def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the tensors that ``names`` are computed from, each with its dtype during the merge."""
+        """Return the tensors from which the merged tensors ``names`` are computed, with their dtypes while merging."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
-        # keep the order of the model, which is the same on every rank
+        # return the tensors in the model's order, which is the same on every rank
         parts = {key for path in paths for key in specs if key.startswith(f"{path}.")}
         needed = parts | {self._sources[name] for name in names}
         return {key: specs[key].dtype for key in specs if key in needed}
 
     def _get_trained(self, source: str) -> str:
-        """Return ``source``, or the name of the trained copy if the adapter trains a copy of the tensor."""
+        """Return ``source``, or the name of the adapter's trained copy of this tensor if there is one."""
         return source.replace(".original_module.", f".modules_to_save.{self._adapter}.")

@@ -1,4 +1,4 @@
-"""Layout of a stored model: the stored tensors, their files, and the model's tensors that they are computed from."""
+"""Layout of a stored model: its files, the tensors in each file, and the tensors from which these are computed."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -30,18 +30,18 @@ class FileLayout:
     """Names of the tensors in each file, by the name of the file."""
 
     sources: dict[str, frozenset[str]]
-    """Names of the model's tensors that each stored tensor is computed from."""
+    """Names of the model's tensors from which each stored tensor is computed."""
 
     total_size: int
     """Size of all tensors, in bytes."""
 
     convert: Callable[[Mapping[str, Tensor], Iterable[str]], dict[str, Tensor]]
-    """Function that converts the model's tensors, in stored dtypes, to the stored tensors of the given names."""
+    """Function that computes the stored tensors of the given names from the model's tensors in their stored dtypes."""
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the model's tensors that the stored ``names`` are computed from, with their stored dtypes.
+        """Return the model's tensors from which the stored tensors ``names`` are computed, with their stored dtypes.
 
-        They are in the model's order.
+        The result is in the model's order.
         """
         needed = frozenset[str]().union(*(self.sources[name] for name in names))
         return {name: spec.dtype for name, spec in self.specs.items() if name in needed}
@@ -55,20 +55,20 @@ def build_file_layout(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
 ) -> FileLayout:
-    """Build the layout of a model's files, as transformers' ``save_pretrained`` would write them.
+    """Build the layout of the files that transformers' ``save_pretrained`` would write for a model.
 
     Args:
         skeleton: The model on the meta device.
         specs: The model's tensors on the meta device.
-        tied: Names of tensors that are stored under another name.
-        dtype: Dtype of floating-point tensors; None keeps theirs.
-        max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``.
+        tied: Names of tied tensors that are stored only once, under a different name.
+        dtype: Dtype of floating-point tensors; None keeps their dtypes.
+        max_shard_size: Maximum size of a file, in bytes or as text such as ``"5GB"``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     left_out = {*tied, *(get_keys_left_out_on_save(skeleton))}
     dtypes = _get_dtypes(skeleton, specs, dtype)
-    # create new tensors, so that no two of them share a storage
+    # new tensors, so that no two tensors share a storage
     kept = {
         name: torch.empty(specs[name].shape, dtype=dtypes[name], device="meta")
         for name in skeleton.state_dict()
@@ -80,7 +80,7 @@ def build_file_layout(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
-        get_storage_id=_get_storage_id,  # tensors that share a storage go into one file
+        get_storage_id=_get_storage_id,  # to put tensors that share a storage into one file
     )
     return FileLayout(
         dtype=next(spec.dtype for spec in kept.values() if spec.is_floating_point()),
@@ -97,7 +97,7 @@ def _convert(
 ) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    # a conversion may depend on the names of all tensors
+    # pass all tensors, since a conversion may depend on the names of tensors that it does not convert
     stored = revert_weight_conversion(skeleton, {**specs, **tensors})
     return {name: stored[name].contiguous() for name in names}
 
@@ -121,7 +121,7 @@ def _get_dtypes(
 def _trace_conversion(
     skeleton: "PreTrainedModel", specs: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, frozenset[str]]]:
-    """Convert meta tensors, and record which of them each result is computed from."""
+    """Convert the meta tensors ``specs``, and record from which of them each stored tensor is computed."""
     from transformers.core_model_loading import revert_weight_conversion
 
     origins = _Origins(specs)
@@ -131,12 +131,12 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Dispatch mode that tracks which of ``tensors`` each result is computed from, by their storages."""
+    """Dispatch mode that records from which of ``tensors`` each result of an operation is computed, by storage."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {_get_storage_id(tensor): frozenset({name}) for name, tensor in tensors.items()}
-        self._seen = list(tensors.values())  # keep all tensors alive, since ids of freed storages are reused
+        self._seen = list(tensors.values())  # keep all tensors alive: ids of freed storages are reused
 
     def get(self, tensor: Tensor) -> frozenset[str]:
         return self._names.get(_get_storage_id(tensor), frozenset())

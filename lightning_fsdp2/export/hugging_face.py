@@ -1,9 +1,9 @@
 """Export of models in Hugging Face's format, from shards or a checkpoint, without a full copy of the model in memory.
 
-The stored tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. They may
-differ from the model's tensors; packed MoE experts, for example, are stored one by one. A conversion of the model
-without weights shows which of the model's tensors each stored tensor is computed from. Then the ranks write the files
-in parallel. Each rank writes one file at a time, from tensors that are gathered for this file.
+The stored tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Stored
+tensors may differ from the model's tensors: for example, packed MoE experts are stored one by one. A conversion of the
+model without weights shows from which of the model's tensors each stored tensor is computed. Then the ranks write the
+files in parallel. Each rank writes one file at a time, from tensors that the ranks gather for this file.
 """
 
 import json
@@ -53,49 +53,51 @@ def export_hf(
 ) -> Path:
     """Export a model in Hugging Face's format, as a directory for ``from_pretrained`` and other tools.
 
-    If the model is trained with LoRA, the adapter is written in peft's format, for ``PeftModel.from_pretrained`` and
-    ``CausalLM(lora=...)``. With ``merge``, the base model is written, with the adapter merged into it.
+    For a model with a LoRA adapter, this function writes only the adapter, in peft's format, for
+    ``PeftModel.from_pretrained`` and ``CausalLM(lora=...)``. With ``merge``, it writes the base model with the adapter
+    merged into it.
 
-    In a process group, every rank must call this, even for a checkpoint. Each rank writes its share of the files.
-    Tensors are gathered one by one, so a rank holds only the tensors of one file and one more. For a checkpoint, one
-    process without a process group is enough::
+    In a process group, every rank must call this function, even for a checkpoint. Each rank writes its share of the
+    files. Tensors are gathered one by one, so a rank never has more in memory than the tensors of one file and one
+    other tensor. For a checkpoint, one process without a process group is enough::
 
         export_hf("checkpoints/step=100.ckpt", "my-model")
 
     Args:
         source: A Hugging Face model, sharded or not, or any module around one, such as a LightningModule; or the path
             of a checkpoint that this package's strategies or ``save_checkpoint`` wrote.
-        out: Directory to write. The files are first written to a hidden directory beside it, which is renamed once it
-            is complete.
+        out: Directory to write. The files are first written to a hidden directory next to ``out``, which is renamed to
+            ``out`` once it is complete.
         model: Path of the model in ``source``, such as ``"student"``, if there are several.
-        tokenizer: Hugging Face tokenizer, or the directory or hub id of one, to save with the model. None takes the
-            tokenizer of the checkpoint's run or of the model, if it can be found. The exported model stops generating
-            at the tokenizer's end token too, because a base model that was fine-tuned on chats has learned that token.
+        tokenizer: Hugging Face tokenizer to save with the model, or its directory or hub id. None takes the tokenizer
+            of the checkpoint's run or of the model, if it can be found. The exported model also stops generating at the
+            tokenizer's end token, because a base model that was fine-tuned on chats has learned this token.
         dtype: Dtype of the floating-point weights, except those that the model's authors keep in float32. None keeps
             their dtypes.
-        max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``; an adapter is one file.
+        max_shard_size: Maximum size of a file, in bytes or as text such as ``"5GB"``. An adapter is always one file.
         merge: Whether to merge a LoRA adapter into the weights of its base and write a model without adapters.
-        pretrained: Directory of the model that training began with, if it has moved since. It is needed for checkpoints
-            that leave out the frozen weights of that model (``CheckpointConfig(frozen_parameters=False)``).
-        overwrite: Whether to replace a directory ``out`` that is not empty, once the new one is complete.
-        verify: Whether data that is read from a checkpoint is compared with its checksums.
+        pretrained: Directory of the model that training began with, if this directory has moved since. It is needed for
+            checkpoints without the frozen weights of this model (``CheckpointConfig(frozen_parameters=False)``).
+        overwrite: Whether to replace ``out`` if it is a directory that is not empty, once the new one is complete.
+        verify: Whether to compare data that is read from a checkpoint with its checksums.
         trust_checkpoint: Whether a checkpoint may contain arbitrary objects, which can run code when loaded.
 
     Returns:
         ``out`` as an absolute path, with links resolved.
 
     Raises:
-        TypeError: When ``source`` holds no Hugging Face model, or ``tokenizer`` is not one of transformers.
-        ValueError: When ``source`` holds several models and ``model`` names none of them; when the model has adapters
-            other than LoRA, no adapter to ``merge``, or weights that do not match its config; when the checkpoint is
-            incomplete or does not record which model it holds; when ``pretrained`` is another model; or when ``out`` is
-            remote, or is or contains the working directory or the checkpoint.
+        TypeError: When ``source`` contains no Hugging Face model, or ``tokenizer`` is not a transformers tokenizer.
+        ValueError: When ``source`` contains several models and ``model`` is not the path of one of them. When the model
+            has adapters other than LoRA, no adapter to ``merge``, or weights that do not match its config. When the
+            checkpoint is incomplete or does not record which model it contains. When ``pretrained`` is a different
+            model. When ``out`` is remote, or when ``out`` is or contains the working directory or the checkpoint.
         FileExistsError: When ``out`` is not empty and ``overwrite`` is not set.
-        OSError: When ``out`` cannot be created, the disk has no room for it, or ``tokenizer`` cannot be loaded.
-        FileNotFoundError: When the checkpoint does not exist, or when the model with the frozen weights that it leaves
-            out does not exist.
-        RuntimeError: When a file cannot be written, or when a rank does not call this within half the timeout of the
-            process group's collectives. All errors are raised on every rank, and an existing ``out`` is kept.
+        OSError: When ``out`` cannot be created, the disk does not have enough free space, or ``tokenizer`` cannot be
+            loaded.
+        FileNotFoundError: When the checkpoint does not exist, or when it leaves out frozen weights of a pretrained
+            model that does not exist.
+        RuntimeError: When a file cannot be written, or when a rank does not call this function within half the timeout
+            of the process group's collectives. All errors are raised on every rank, and an existing ``out`` is kept.
     """
     _wait_for_all_ranks()
     if "://" in str(out):
@@ -123,14 +125,14 @@ def export_hf(
 
 
 def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
-    """Write everything under a hidden name, and publish it as ``out`` once it is complete."""
+    """Write all files to a hidden directory, and rename it to ``out`` once it is complete."""
     drafts: list[Draft] = []  # on rank 0
 
     def start() -> Path:
         check_free_space(out, layout.total_size)
         drafts.append(start_draft(out))
         drafts[0].path.mkdir()
-        # write these files first, so that a wrong tokenizer is reported before the weights are written
+        # write the small files first, so that a wrong tokenizer is reported before the weights are written
         _write_descriptions(drafts[0].path, weights, layout, tokenizer)
         return drafts[0].path
 
@@ -144,7 +146,7 @@ def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer:
 
 
 def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
-    """Raise an error if an export to ``out`` would replace something, unless ``overwrite`` allows it.
+    """Raise an error if an export to ``out`` would replace files that it may not replace.
 
     Args:
         out: Absolute path, with links resolved.
@@ -153,26 +155,26 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
 
     Raises:
         FileExistsError: When ``out`` is a file, or a directory that is not empty and ``overwrite`` is not set.
-        ValueError: When ``out`` is inside ``source``. Also when ``out`` is or contains the working directory or
+        ValueError: When ``out`` is inside ``source``, or when ``out`` is or contains the working directory or
             ``source``, which are never replaced.
     """
     if out.is_file():
-        raise FileExistsError(f"out={str(out)!r} is a file; name a directory to export the model to.")
+        raise FileExistsError(f"out={str(out)!r} is a file; choose a directory for the exported model.")
     kept = {"the working directory": Path.cwd(), **({} if source is None else {"the checkpoint": Path(source)})}
     for what, path in kept.items():
         if path.resolve().is_relative_to(out):
-            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; name another directory.")
+            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; choose a different directory.")
     if source is not None and Path(source).is_dir() and out.is_relative_to(Path(source).resolve()):
-        raise ValueError(f"out={str(out)!r} is inside the checkpoint {str(source)!r}; name a directory beside it.")
+        raise ValueError(f"out={str(out)!r} is inside the checkpoint {str(source)!r}; choose a directory outside.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(
-            f"out={str(out)!r} is not empty; name another directory, or set overwrite=True to replace it and"
+            f"out={str(out)!r} is not empty; choose a different directory, or set overwrite=True to replace it and"
             " everything in it."
         )
 
 
 def start_draft(out: Path) -> Draft:
-    """Start an export's draft: the hidden directory that is renamed to ``out`` once it is complete.
+    """Start the draft of an export: a hidden directory that is renamed to ``out`` once it is complete.
 
     Raises:
         OSError: When the parent directory of ``out`` cannot be created or written to.
@@ -181,7 +183,9 @@ def start_draft(out: Path) -> Draft:
         return Draft(out)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise OSError(error.errno, f"out={str(out)!r} cannot be created ({reason}); name another directory") from error
+        raise OSError(
+            error.errno, f"out={str(out)!r} cannot be created ({reason}); choose a different directory"
+        ) from error
 
 
 def check_exportable(
@@ -193,9 +197,9 @@ def check_exportable(
     max_shard_size: int | str,
     merge: bool,
 ) -> None:
-    """Raise the errors now that :func:`export_hf` would later raise for ``module`` and these options.
+    """Check in advance whether :func:`export_hf` can export ``module`` with these options, and raise the same errors.
 
-    The module need not have its weights yet.
+    The module need not have weights yet.
 
     Raises:
         TypeError: See :func:`export_hf`.
@@ -213,7 +217,7 @@ def _wait_for_all_ranks() -> None:
     if dist.is_initialized():
         wait_for_all_ranks(
             "export a model",
-            # shorter than the timeout of the collectives in which other ranks may be waiting
+            # shorter than the timeout of the collectives in which the missing ranks may be waiting
             get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
             "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
             " also be exported by one process without a process group.",
@@ -246,7 +250,7 @@ def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max
 
 
 def _is_size(value: int | str) -> bool:
-    """Return whether ``value`` is a file size above 0 that huggingface_hub accepts."""
+    """Return whether ``value`` is a positive file size in a format that huggingface_hub accepts."""
     if isinstance(value, str):
         number = re.fullmatch(r"(\d+(?:\.\d+)?) ?[KMGT]B", value, re.IGNORECASE)
         return number is not None and float(number[1]) > 0
@@ -254,7 +258,7 @@ def _is_size(value: int | str) -> bool:
 
 
 def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
-    """Write the files of weights, with one file per rank at a time."""
+    """Write the files of weights in rounds. In each round, every rank writes one file."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     files = list(layout.files.items())
     for start in range(0, len(files), ranks):
@@ -263,7 +267,7 @@ def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
 
 
 def _write_round(folder: Path, weights: Weights, layout: FileLayout, files: Sequence[tuple[str, list[str]]]) -> None:
-    """Gather the tensors of one file for each rank, one file after another. Then let each rank write its file."""
+    """Gather the tensors of up to one file for each rank, one file after another. Then write this rank's file."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]
@@ -282,7 +286,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_descriptions(folder: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
-    """Write all files except the weights, such as configs and the tokenizer."""
+    """Write the configs, the tokenizer and all other files except the weights."""
     tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
     if weights.adapted is not None:
         write_adapter_config(folder, weights)
@@ -301,7 +305,7 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: FileLayout
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
         _stop_at_end_of(tokenizer, skeleton.generation_config)
-        # `save_pretrained` refuses values that published models have, such as a temperature without sampling
+        # not `save_pretrained`, which rejects values of published models, such as a temperature without sampling
         skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if len(layout.files) > 1:
         index = {
@@ -312,7 +316,7 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: FileLayout
 
 
 def _stop_at_end_of(tokenizer: Any, generation_config: Any) -> None:
-    """Let generation end at the tokenizer's end token too, since a model fine-tuned on chats has learned that token."""
+    """Make generation also stop at the tokenizer's end token, which a model fine-tuned on chats has learned."""
     ends = generation_config.eos_token_id
     known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     end = getattr(tokenizer, "eos_token_id", None)
@@ -336,19 +340,20 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def _load_tokenizer(tokenizer: Any, default: str) -> Any:
-    """Load ``tokenizer`` if it is a directory or a name. For None, load the tokenizer of ``default`` if it has one."""
+    """Load ``tokenizer`` if it is a directory or a hub id. For None, load the one of ``default`` if there is one."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | Path):
         if Path(tokenizer).is_dir() and not _has_tokenizer(tokenizer):
-            raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory holds no tokenizer.")
+            raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory has no tokenizer files.")
         return AutoTokenizer.from_pretrained(tokenizer)
     if tokenizer is None and _has_tokenizer(default):
         return AutoTokenizer.from_pretrained(default, local_files_only=True)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(
             f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a transformers tokenizer, since it has no"
-            " `save_pretrained`. Pass one that is, its directory or its hub id, or save yours beside the model."
+            " `save_pretrained`. Pass a transformers tokenizer, its directory or its hub id, or save your tokenizer"
+            " yourself."
         )
     return tokenizer
 
@@ -361,9 +366,9 @@ def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def _has_tokenizer(name: str | Path) -> bool:
-    """Return whether a directory, or the local copy of a hub repository, has the files of a tokenizer.
+    """Return whether a directory, or the local copy of a hub repository, has tokenizer files.
 
-    Without these files, transformers would make up a tokenizer.
+    If there are no such files, transformers may build a tokenizer that does not belong to the model.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -373,7 +378,7 @@ def _has_tokenizer(name: str | Path) -> bool:
         return any((Path(name) / file).exists() for file in files)
     try:
         return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
-    except HFValidationError:  # the name is empty, or is a path that no longer exists
+    except HFValidationError:  # an empty name, or a path that no longer exists
         return False
 
 

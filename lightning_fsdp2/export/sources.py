@@ -1,4 +1,4 @@
-"""Access to the tensors of a Hugging Face model, which may be in sharded memory, in a checkpoint or in files."""
+"""Access to the tensors of a Hugging Face model that is sharded in memory, or stored in a checkpoint or in files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Wanted = Mapping[str, torch.dtype]
-"""Names of the tensors to read, and the dtypes to return them in."""
+"""Names of the tensors to read, each with the dtype in which to return it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +48,22 @@ class Weights:
     """The model's tensors on the meta device, by name."""
 
     read: Callable[[Sequence[Wanted]], dict[str, Tensor]]
-    """Function that takes the tensors that each rank wants, and returns this rank's, whole and in host memory.
+    """Function that takes the tensors that each rank wants, and returns this rank's tensors, whole and in host memory.
 
-    Every rank must call it.
+    Every rank must call this function.
     """
 
     adapted: "PeftModel | None"
-    """Model of peft around ``skeleton``, if there is one. Tensors then have the names that peft's layers give them."""
+    """peft's model around ``skeleton``, if there is one. Tensors then have the names that peft's layers give them."""
 
 
 def open_module(module: nn.Module, path: str | None) -> Weights:
-    """Give access to the tensors of the Hugging Face model at ``path`` in ``module``, which may be sharded.
+    """Return access to the tensors of the Hugging Face model at ``path`` in ``module``, which may be sharded.
 
     Raises:
-        TypeError: When ``module`` holds no such model.
-        ValueError: When ``module`` holds several models and ``path`` names none of them, or when the model does not
-            match its config.
+        TypeError: When ``module`` contains no such model.
+        ValueError: When ``module`` contains several models and ``path`` is not the path of one of them, or when the
+            model does not match its config.
     """
     description = _choose(describe_hf_models(module), path, get_class_name(module))
     model: Any = module.get_submodule(description["path"])
@@ -85,28 +85,28 @@ def open_checkpoint(
     verify: bool,
     trust: bool,
 ) -> Weights:
-    """Give access to the tensors of the Hugging Face model at ``model`` in a checkpoint.
+    """Return access to the tensors of the Hugging Face model at ``model`` in a checkpoint.
 
     Frozen weights that the checkpoint leaves out are read from the files of the pretrained model.
 
     Args:
         path: Path of the checkpoint.
         model: Path of the model in the module that was saved; None for the only one.
-        pretrained: Current directory of the files with frozen weights; None if they have not moved.
-        needs_base: Whether these files are needed even if only adapters are trained.
-        verify: Whether data that is read from a directory is compared with its checksums.
+        pretrained: Current directory of the pretrained model's files; None if they have not moved.
+        needs_base: Whether the pretrained model's files are needed even if the model has adapters.
+        verify: Whether to compare data that is read from a checkpoint directory with its checksums.
         trust: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
 
     Raises:
         FileNotFoundError: When there is no checkpoint, or the files with frozen weights are missing.
-        ValueError: See :func:`open_module`. Also when the checkpoint does not record which model it holds, or when the
-            files are not those that training began with.
+        ValueError: See :func:`open_module`. Also when the checkpoint does not record which model it contains, or when
+            the files belong to a different model than the one that training began with.
     """
     path = str(find_checkpoint(path, trust=trust))
     descriptions = read_descriptions(path, trust=trust)
     if not descriptions:
         raise ValueError(
-            f"{str(path)!r} does not record which Hugging Face model it holds, so it was not written by this package."
+            f"{str(path)!r} does not record which Hugging Face model it contains, so this package did not write it."
             " Build your module, load the checkpoint, and export the module."
         )
     description = _choose(descriptions, model, str(path))
@@ -131,7 +131,7 @@ def open_checkpoint(
         stored = {name: prefix + name for name in own if name not in tensors}
         whole = read_whole_tensors(path, list(stored.values()), verify=verify, trust=trust) if stored else {}
         tensors |= {name: whole.pop(key) for name, key in stored.items()}
-        # each tensor is removed before it is converted, so that no second copy stays in memory
+        # `pop` drops each tensor before the converted copy of the next tensor is made, which saves memory
         return {name: tensors.pop(name).to(dtype) for name, dtype in own.items()}
 
     return Weights(skeleton=skeleton, description=description, specs=specs, read=read, adapted=adapted)
@@ -139,7 +139,7 @@ def open_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Base:
-    """Pretrained model with the frozen weights that a checkpoint leaves out."""
+    """Pretrained model whose frozen weights a checkpoint leaves out."""
 
     folder: Path
 
@@ -147,12 +147,12 @@ class _Base:
     """Fingerprint of the model that training began with."""
 
     names: dict[str, str]
-    """Names of the weights in the model without adapters, by their names in the model with adapters."""
+    """Names of the left-out weights in the model without adapters, by their names in the model with adapters."""
 
     description: Description
 
     def specs(self, stored: Mapping[str, Tensor], skeleton: nn.Module) -> dict[str, Tensor]:
-        """Return the weights as meta tensors, in the dtype of the stored tensors, since a run has one dtype."""
+        """Return the left-out weights as meta tensors, in the dtype of ``stored``, since a run has one dtype."""
         own = skeleton.state_dict()
         dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
         return {name: own[name].to(dtype=dtype) for name in self.names}
@@ -166,21 +166,21 @@ class _Base:
             )
         if get_folder_fingerprint(self.folder) != self.fingerprint:
             raise ValueError(
-                f"{what} that training began with, but {str(self.folder)!r} holds other tensors; give the directory of"
-                " that model: export_hf(pretrained=...), or --pretrained on the command line."
+                f"{what} that training began with, but {str(self.folder)!r} has different tensors; give the directory"
+                " of that model: export_hf(pretrained=...), or --pretrained on the command line."
             )
 
     def read(self, names: Wanted) -> dict[str, Tensor]:
         wanted = {self.names[name]: name for name in names if name in self.names}
         if not wanted:
             return {}
-        # float32 can represent every value in the files; the caller converts to the wanted dtype
+        # float32 can represent every value in the files; the caller converts the tensors to the wanted dtype
         tensors = read_pretrained(build_hf_skeleton(self.description), self.folder, wanted, torch.float32)
         return {wanted[name]: tensor for name, tensor in tensors.items()}
 
 
 class _Gather:
-    """Reader that gathers the tensors of a state dict one after another, each to the rank that wants it."""
+    """Reader that gathers the tensors of a sharded state dict one by one. Each rank keeps only those that it wants."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state
@@ -192,13 +192,13 @@ class _Gather:
         for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
             tensor = self._state[name]
             if isinstance(tensor, DTensor):
-                # gather offloaded shards on the device on which the mesh communicates
+                # move offloaded shards to the device on which the mesh communicates
                 sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
                 tensor = gather(sharded)
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # raise it later, since the other ranks wait in the next gather
+                except Exception as error:  # raise it after the last gather, in which all ranks must take part
                     gathered, failure = {}, error
         if failure is not None:
             raise failure
@@ -241,32 +241,33 @@ def _choose(descriptions: Sequence[Description], path: str | None, source: str) 
         return descriptions[0]
     if path not in paths:
         raise ValueError(
-            f"export_hf(model={path!r}): {source} holds the model(s) {', '.join(map(repr, paths))}; name one of them."
+            f"export_hf(model={path!r}): {source} has the model(s) {', '.join(map(repr, paths))}; set model to one of"
+            " them."
         )
     return descriptions[paths.index(path)]
 
 
 def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", description: Description) -> None:
-    """Raise an error if the exported weights could not be loaded again with the model's config."""
+    """Raise an error if the exported weights would not match the model's config, and so could not be loaded."""
     expected = skeleton.state_dict()
-    # checkpoints of earlier versions do not record whether there are adapters
+    # earlier versions of this package did not record in checkpoints whether there are adapters
     has_adapters = description.get("has_adapters") or any(".base_layer." in name for name in specs)
     if has_adapters and len(description.get("adapters", ())) != 1:
         raise ValueError(
             f"The {type(skeleton).__name__} has peft adapters other than one LoRA in a PeftModel, which cannot be"
-            " exported. Save them with their `save_pretrained`. Or merge them in one process with `merge_and_unload`,"
-            " which prompt tuning lacks, and export the result."
+            " exported. Save the adapters with peft's `save_pretrained`. Or, except for prompt tuning, merge them in"
+            " one process with `merge_and_unload`, and export the result."
         )
     problems = {
         "missing": expected.keys() - specs.keys(),
         "unexpected": specs.keys() - expected.keys(),
-        "of another shape": {
+        "of a different shape": {
             name for name in expected.keys() & specs.keys() if expected[name].shape != specs[name].shape
         },
     }
     if any(problems.values()):
         found = "; ".join(f"{problem}: {list_names(names)}" for problem, names in problems.items() if names)
         raise ValueError(
-            f"The weights do not match a {type(skeleton).__name__} with its config, and could not be loaded again:"
-            f" {found}. Change the config along with the model."
+            f"The weights do not match a {type(skeleton).__name__} with its config, so the exported model could not be"
+            f" loaded: {found}. If you change the model, change its config too."
         )

@@ -1,4 +1,4 @@
-"""Loggers, and the description of a run that every logger gets."""
+"""Loggers, and the description of a run that is logged to every logger."""
 
 from lightning_fsdp2.loggers.wandb import WandbLogger
 

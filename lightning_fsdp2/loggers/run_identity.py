@@ -1,4 +1,4 @@
-"""Description of a run for loggers, with enough detail to compare two runs or to repeat one."""
+"""Description of a run for loggers, with enough detail to compare or to repeat runs."""
 
 import dataclasses
 import platform
@@ -24,22 +24,22 @@ _SECRET_NAME = re.compile(r"(token|secret|password|passwd|credentials?|(^|_)key|
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S*(?:sig|key|token|credential)\S*", re.IGNORECASE)
 
 _MOST_ITEMS = 200
-"""Largest length of a list or dict that is written out. Longer ones may be a data module's data."""
+"""Maximum length of a list or dict whose items are described. A longer one may be the data of a data module."""
 
 _GIT_TIMEOUT_SECONDS = 10
 
 
 def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
-    """Describe a run in plain values, for ``log_hyperparams``. No rank waits for another.
+    """Describe a run in plain values, for ``log_hyperparams``. This function does not communicate with other ranks.
 
     Args:
         trainer: Trainer with a strategy of this package, after its setup.
         module: Module that the Trainer trains, sharded.
 
     Returns:
-        The strategy with its mesh and flags, the devices, the dtypes in effect, the numbers of parameters (in total and
-        on this rank), the model, the data, versions and, in a git repository, the revision. Options that are named like
-        secrets, and the secret parts of URLs, are left out.
+        The strategy with its mesh and flags, the devices, the dtypes in effect, the numbers of parameters in total and
+        on this rank, the model, the data, versions and, in a git repository, the revision. Options with names such as
+        ``api_key``, and the secret parts of URLs, are left out.
     """
     strategy: Any = trainer.strategy
     mesh = strategy.full_device_mesh
@@ -69,12 +69,12 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
 
 
 def hide_secrets(text: str) -> str:
-    """Remove the secret parts of URLs."""
+    """Return ``text`` without the passwords and keys that URLs in it may contain."""
     return _SECRET_IN_URL.sub("", text)
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an option with this name may hold a secret."""
+    """Return whether an option called ``name`` probably contains a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
@@ -119,7 +119,7 @@ def _describe_data(trainer: Any) -> dict[str, Any]:
 
 
 def get_versions() -> dict[str, Any]:
-    """Return the versions of Python, and of the packages that decide what a step computes and how ranks communicate."""
+    """Return the versions of Python, CUDA, NCCL and the packages that determine the results of a training step."""
     import lightning_fsdp2
 
     return {
@@ -138,7 +138,7 @@ def _get_device_name(device: torch.device) -> str:
 
 
 def _get_optional_revision() -> dict[str, Any] | None:
-    """Return the commit of the working directory's repository, and whether tracked files have been changed since."""
+    """Return the commit of the working directory's git repository, and whether tracked files have changed since."""
     commit, changes = _run_git("rev-parse", "HEAD"), _run_git("status", "--porcelain", "--untracked-files=no")
     return None if commit is None or changes is None else {"commit": commit, "is_dirty": bool(changes)}
 
@@ -147,13 +147,13 @@ def _run_git(*arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_SECONDS)
-    except (OSError, subprocess.SubprocessError):  # there is no git, no repository or no commit
+    except (OSError, subprocess.SubprocessError):  # no git, no repository or no commit
         return None
     return result.stdout.strip()
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a value to numbers, strings, short lists and dicts; anything else becomes its name."""
+    """Convert a value to numbers, strings, short lists and dicts. Replace any other object with its name."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

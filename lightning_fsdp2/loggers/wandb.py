@@ -23,44 +23,44 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 
 _FLUSH_SECONDS = 1.0
-"""Seconds between writes to disk by W&B's service, 15 by default. What it has not written is lost with a killed job."""
+"""Seconds between writes to disk by W&B's service, 15 by default. A killed job loses rows not yet written."""
 
 _ROWS_BEHIND_A_SAVE = 10
-"""Number of rows reserved for metrics that a step logs after its checkpoint is saved. Unused rows do no harm."""
+"""Number of rows reserved for metrics that a step logs after its checkpoint is saved. Unused rows are harmless."""
 
 CheckpointLogging = Literal["reference", "upload"]
 
 
 class MissingKeyError(ValueError):
-    """Error for an online run without an API key of W&B."""
+    """Error for an online run that has no W&B API key."""
 
 
 class WandbLogger(loggers.WandbLogger):
     """Logger like Lightning's ``WandbLogger``, for jobs on many ranks that may be killed and resumed.
 
-    Under the strategies of this package, a job that resumes (``ckpt_path``) continues the run that its checkpoint
-    names. A job without a checkpoint starts a new run. Only rank 0 has a run. On the other ranks, and until the
-    checkpoint has been read, ``experiment`` is a stand-in that accepts every call.
+    Under the strategies of this package, a job that resumes from a checkpoint (``ckpt_path``) continues the W&B run
+    whose id is in the checkpoint. A job without a checkpoint starts a new run. Only rank 0 has a run. On all other
+    ranks, and on rank 0 until the checkpoint has been read, ``experiment`` is a stand-in that accepts every call.
 
-    Failures of W&B never end training. If a run cannot be started online, it is recorded offline. A later failure is
-    reported once, and the data in question is not logged. Only an online run without an API key is an error, which is
-    raised before the first step. ``WANDB_MODE=disabled`` switches W&B off, and ``WANDB_MODE=offline`` has the same
-    effect as ``offline=True``.
+    Failures of W&B never end training. If a run cannot be started online, it is recorded offline. If W&B fails later, a
+    warning says so once, and the values that could not be logged are dropped. Only a missing API key for an online run
+    is an error, which is raised before the first step. ``WANDB_MODE=disabled`` switches W&B off, and
+    ``WANDB_MODE=offline`` has the same effect as ``offline=True``.
 
     Args:
         project: Name of the project. None for ``WANDB_PROJECT`` or ``"lightning_logs"``.
-        name: Name of the run, as the website shows it. None lets W&B choose one.
-        save_dir: Directory in which W&B makes its directory ``wandb``.
+        name: Name of the run on the W&B website. None lets W&B choose a name.
+        save_dir: Directory in which W&B creates its directory ``wandb``.
         entity: User or team that owns the run. None for the account's default.
         group: Name of a group of runs that belong together.
         job_type: Kind of job, such as ``"pretrain"``.
-        tags: Words to find the run by.
-        notes: Text about the run.
-        id: Id of the run. None continues the run of the checkpoint, or generates a new id.
-        offline: Whether to record to ``save_dir`` only; ``wandb sync`` uploads the run.
+        tags: Words by which the run can be found.
+        notes: Description of the run.
+        id: Id of the run. None continues the run of the checkpoint, or generates a new id if there is no checkpoint.
+        offline: Whether to record only to ``save_dir``. The command ``wandb sync`` uploads the run later.
         checkpoints: What to do with the checkpoints of ``ModelCheckpoint`` once they are complete. ``"reference"`` logs
-            an artifact that says where they are. ``"upload"`` uploads them as an artifact, in the background. None logs
-            nothing.
+            an artifact with the paths of their files. ``"upload"`` uploads the files as an artifact, in the background.
+            None logs no checkpoints.
         prefix: Prefix of the names of metrics.
 
     Raises:
@@ -107,7 +107,7 @@ class WandbLogger(loggers.WandbLogger):
     @property
     @override
     def experiment(self) -> "Run":
-        """Run of W&B, or a stand-in on ranks other than 0 and until :meth:`release`."""
+        """W&B's run, or a stand-in that does nothing, on ranks other than 0 and until :meth:`release`."""
         if rank_zero_only.rank > 0 or (self._is_held and self._experiment is None):  # type: ignore[attr-defined]
             return _StandIn()
         if self._experiment is None:
@@ -115,9 +115,9 @@ class WandbLogger(loggers.WandbLogger):
         return self._experiment
 
     def get_optional_problem(self) -> str | None:
-        """Return an error message if the run has no API key and needs one, else None.
+        """Return an error message if the run needs an API key and there is none, else None.
 
-        W&B would ask for the key, but nobody can answer in a job.
+        Without this check, W&B would prompt for the key, and a job would wait forever.
         """
         import wandb
 
@@ -131,7 +131,7 @@ class WandbLogger(loggers.WandbLogger):
             if settings.api_key or has_token or get_netrc_auth(settings.base_url):
                 return None
         except Exception:
-            return None  # the error will be reported when the run starts
+            return None  # the start of the run will report the error
         return (
             f"WandbLogger(offline=False) has no API key for {settings.base_url}: set WANDB_API_KEY, run `wandb login`"
             " once, or use offline: true (or WANDB_MODE=offline) and `wandb sync` later."
@@ -140,23 +140,24 @@ class WandbLogger(loggers.WandbLogger):
     def hold(self, when_complete: Callable[[Callable[[], None]], None], others: str) -> None:
         """Postpone the start of the run until :meth:`release`.
 
-        The Trainer asks for the run before it reads the checkpoint, which names the run to continue.
+        The id of the run to continue is in the checkpoint, but the Trainer uses ``experiment`` before it reads the
+        checkpoint.
 
         Args:
-            when_complete: Function that calls its argument once the checkpoint just saved is complete.
-            others: The other loggers' names as text, for a warning.
+            when_complete: Function that calls its argument once the most recently saved checkpoint is complete.
+            others: Names of the other loggers, as text for a warning.
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
-            self._set_id(secrets.token_hex(4))  # set the id now, since ModelCheckpoint names its directory after it
+            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint's directory contains the id
 
     def release(self) -> None:
-        """Let the run start, after :meth:`hold` has postponed it."""
+        """Allow the run to start, after :meth:`hold` has postponed the start."""
         self._is_held = False
 
     @rank_zero_only
     def continue_run(self, state: Mapping[str, Any]) -> None:
-        """Continue the run with the ``state`` that :meth:`get_state` put into a checkpoint, unless ``id`` was given."""
+        """Continue the run that a checkpoint's ``state`` from :meth:`get_state` describes, unless ``id`` was given."""
         if self._is_id_given or state["id"] == self.version:
             return
         if self._experiment is None:
@@ -169,7 +170,7 @@ class WandbLogger(loggers.WandbLogger):
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state of the run for a checkpoint: the id, and the number of the row to continue with."""
+        """Return the state of the run for a checkpoint: the run's id, and the row number at which to continue."""
         return {"id": self.version, "row": getattr(self._experiment, "step", 0) + _ROWS_BEHIND_A_SAVE}
 
     def _set_id(self, id: str) -> None:
@@ -185,7 +186,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if wandb.run is not None:
-            return super().experiment  # Lightning warns that it uses an existing run
+            return super().experiment  # Lightning uses the existing run, and warns
         try:
             return self._init(self._get_mode())
         except Exception as error:
@@ -195,25 +196,25 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if self.save_dir and mode != "disabled":
-            os.makedirs(self.save_dir, exist_ok=True)  # without this directory, W&B would write elsewhere
-        # write rows to disk often, so that a killed job does not lose rows that are older than its checkpoint
+            os.makedirs(self.save_dir, exist_ok=True)  # if it did not exist, W&B would write elsewhere
+        # write rows to disk often, so that a killed job does not lose rows from before its last checkpoint
         has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
         settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}
         run = wandb.init(**self._wandb_init, mode=mode, settings=settings)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
-        if run.step < self._first_row:  # offline, W&B does not know where the run stopped
+        if run.step < self._first_row:  # an offline W&B does not know its last row
             run.log({}, step=self._first_row)
         run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call it too
         return run
 
     def _start_without(self, error: Exception) -> Any:
-        """Record the run offline after it failed to start online. If that fails too, continue without a run."""
+        """Record the run offline after it failed to start online. If this fails too, continue without W&B."""
         import wandb
 
         try:
-            wandb.teardown()  # stop the service, which would keep trying and refuse the id
+            wandb.teardown()  # otherwise W&B's service would retry, and reject the id
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
@@ -242,7 +243,7 @@ class WandbLogger(loggers.WandbLogger):
         path, step = get_last_saved(checkpoint_callback)
         aliases = ["latest", f"step-{step}"]
         metadata: dict[str, Any] = {"step": step, "path": path}
-        # if the step or epoch is monitored, to keep the newest checkpoints, every checkpoint would be the best
+        # a callback that monitors the step or epoch, to keep the newest checkpoints, calls every new one the best
         monitor, score = checkpoint_callback.monitor, checkpoint_callback.current_score
         if monitor not in (None, "step", "epoch") and score is not None:
             metadata[monitor] = float(score)
@@ -282,7 +283,7 @@ class WandbLogger(loggers.WandbLogger):
         try:
             action(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            self._say_once(f"W&B: {what} failed ({error!r}); they are left out.", what)
+            self._say_once(f"W&B: {what} failed ({error!r}); the values are not logged.", what)
         except Exception as error:
             self._experiment = self._give_up(what, error)
 
@@ -291,7 +292,7 @@ class WandbLogger(loggers.WandbLogger):
 
         others = f"metrics still go to {self._others}" if self._others else "no other logger keeps its metrics"
         self._say_once(f"W&B: {what} failed ({error!r}). Training goes on without W&B; {others}.")
-        if isinstance(error, ConnectionError):  # without its service, W&B would raise this error again at exit
+        if isinstance(error, ConnectionError):  # W&B has lost its service, and would raise again at exit
             with suppress(Exception):
                 wandb.teardown()
         return wandb.init(id=self._id, mode="disabled")
@@ -303,7 +304,7 @@ class WandbLogger(loggers.WandbLogger):
 
 
 class _StandIn:
-    """Stand-in for a run, which accepts every call and does nothing."""
+    """Stand-in for W&B's run. It accepts every call and does nothing."""
 
     def __getattr__(self, name: str) -> "_StandIn":
         if name.startswith("__"):
@@ -321,7 +322,7 @@ class _StandIn:
 
 
 def _add_references(artifact: "Artifact", path: str) -> None:
-    """Add references to the files of a checkpoint. Only the small file that holds all checksums is read."""
+    """Add references to a checkpoint's files. Only the small file that contains all checksums is read."""
     found = get_path(path)
     if not is_local(found):
         artifact.add_reference(path, checksum=False)
@@ -334,6 +335,6 @@ def _add_references(artifact: "Artifact", path: str) -> None:
 
 def _add_files(artifact: "Artifact", path: str) -> None:
     found = get_path(path)
-    # by default, W&B would first copy all files twice: for its cache, and in case the files change
+    # by default, W&B would copy all files twice before the upload: to its cache, and to protect them from changes
     add = artifact.add_dir if found.is_dir() else artifact.add_file
     add(str(found), policy="immutable", skip_cache=True)

@@ -1,4 +1,4 @@
-"""Managers, which parallelise models on a mesh in a plain torch loop, without Lightning."""
+"""Managers, which parallelise models on a mesh for a plain torch loop, without Lightning."""
 
 from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager

@@ -24,7 +24,7 @@ class DDPManager:
             with one axis.
 
     Raises:
-        ValueError: When the mesh has ranks that are not data parallel.
+        ValueError: When the mesh has axes other than data parallel ones.
 
     Example::
 
@@ -39,12 +39,12 @@ class DDPManager:
         if self._data_mesh.size() < device_mesh.size():
             raise ValueError(
                 f"{device_mesh} has {device_mesh.size()} ranks, but only {self._data_mesh.size()} of them are data"
-                " parallel, and DDP supports no others. Create the mesh with `create_device_mesh(DDPConfig())`, or use"
-                " FSDP2Manager."
+                " parallel, and DDP supports only data parallelism. Create the mesh with"
+                " `create_device_mesh(DDPConfig())`, or use FSDP2Manager."
             )
 
     def parallelize(self, model: nn.Module) -> DistributedDataParallel:
-        """Give ``model`` the same weights on all ranks, and wrap it in DDP, which averages the gradients in backward.
+        """Give ``model`` the same weights on all ranks, and wrap it in DDP, which averages gradients in backward.
 
         Raises:
             ValueError: When the model is sharded.
@@ -53,7 +53,7 @@ class DDPManager:
         return self.replicate(model, broadcast_buffers=self.config.broadcast_buffers)
 
     def prepare(self, model: nn.Module, *, materializes: bool = True) -> None:
-        """Prepare a model as :meth:`parallelize` does, but do not wrap it. Only training needs the wrapper.
+        """Prepare a model as :meth:`parallelize` does, but do not wrap it in DDP, which only training needs.
 
         Args:
             model: See :func:`~lightning_fsdp2.recipes.ddp.prepare_for_ddp`.
@@ -65,11 +65,11 @@ class DDPManager:
         prepare_for_ddp(model, self.device_mesh, self.config, materializes=materializes)
 
     def replicate(self, model: nn.Module, *, broadcast_buffers: bool) -> DistributedDataParallel:
-        """Wrap a model in DDP, after :meth:`prepare`. Gradients in bfloat16 are reduced in float32.
+        """Wrap a model in DDP, after :meth:`prepare`. DDP then reduces bfloat16 gradients in float32.
 
         Args:
             model: Model with the same weights on all ranks.
-            broadcast_buffers: Whether the wrapper copies rank 0's buffers to all ranks before each forward.
+            broadcast_buffers: Whether DDP copies rank 0's buffers to all ranks before each forward.
 
         Raises:
             RuntimeError: When no parameter of the model requires a gradient (raised by torch).
@@ -93,6 +93,6 @@ class DDPManager:
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any] | None:
-        """Return the hook that averages buckets of the gradients of ``parameters``, or None for DDP's default."""
+        """Return the hook with which DDP averages the gradients of ``parameters``, or None for DDP's own averaging."""
         is_bfloat16 = any(parameter.dtype is torch.bfloat16 for parameter in parameters if parameter.requires_grad)
         return reduce_in_float32 if is_bfloat16 else None

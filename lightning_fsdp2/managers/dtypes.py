@@ -1,4 +1,4 @@
-"""Dtypes that a manager uses in training."""
+"""Dtypes with which a manager's models are trained."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 
 
 def get_dtypes(manager: Any, module: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes in which weights are stored, gathered and multiplied, and in which gradients are reduced."""
+    """Return the dtypes of stored weights, gathered weights, computation and gradient reduction in training."""
     config, weights = manager.config, next((p.dtype for p in module.parameters()), torch.get_default_dtype())
     gathered, reduction = weights, torch.float32
     if isinstance(manager, FSDP2Manager):

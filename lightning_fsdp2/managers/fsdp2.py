@@ -17,14 +17,15 @@ class FSDP2Manager:
         config: Flags of FSDP2.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
             :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
-        moe_mesh: None, or a mesh whose axis ``"ep"`` has one rank, because this release has no expert parallelism.
-            Experts are sharded over ``device_mesh``, like all parameters.
+        moe_mesh: None, or a mesh whose axis ``"ep"`` has size 1, because this release has no expert parallelism.
+            Experts are sharded over ``device_mesh``, like all other parameters.
 
     Raises:
         ValueError: When ``moe_mesh`` asks for expert parallelism.
 
     Attributes:
-        mp_policy: The policy in effect: the config's, or bfloat16 compute with float32 reduction and output.
+        mp_policy: Mixed-precision policy in effect: that of the config, or by default bfloat16 computation with float32
+            reduction and output.
 
     Example::
 
@@ -48,14 +49,14 @@ class FSDP2Manager:
             materializes: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
 
         Raises:
-            ValueError: When the model cannot be sharded as the config says, or is sharded already.
+            ValueError: When the model cannot be sharded with the flags of the config, or is sharded already.
         """
         return parallelize_with_fsdp2(model, self.device_mesh, self.config, materializes=materializes)
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Compile the layers of a model that was sharded without compilation, if the config asks for it.
+        """Compile the layers of a model that was sharded by other code, if the config has ``enable_compile``.
 
-        :meth:`parallelize` already compiles the models that it shards. A compiled model is left as it is.
+        :meth:`parallelize` already compiles the models that it shards. This method does nothing to a compiled model.
 
         Raises:
             ValueError: When the model has no layers, or asynchronous tensor parallelism is not possible.

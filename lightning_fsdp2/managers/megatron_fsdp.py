@@ -28,7 +28,7 @@ class MegatronFSDPManager:
         self.device_mesh = device_mesh
 
     def parallelize(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[Any, Optimizer | None]:
-        """Wrap ``model`` in Megatron-FSDP, and make ``optimizer`` update the shards.
+        """Wrap ``model`` in Megatron-FSDP, and change ``optimizer`` so that it updates the sharded parameters.
 
         Raises:
             ImportError: When ``megatron-fsdp`` is not installed, or is too old.

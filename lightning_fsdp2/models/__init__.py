@@ -1,4 +1,4 @@
-"""LightningModules that can be trained from YAML alone, and models from Hugging Face and from checkpoints."""
+"""LightningModule for causal language models, and functions that load models from Hugging Face and from checkpoints."""
 
 from lightning_fsdp2.models.causal_lm import CausalLM
 from lightning_fsdp2.models.from_checkpoint import load_from_checkpoint

@@ -1,4 +1,4 @@
-"""LightningModule for Hugging Face causal language models, which can be trained from YAML alone."""
+"""LightningModule that trains Hugging Face causal language models. A YAML file can configure it without other code."""
 
 import logging
 from collections.abc import Sequence
@@ -49,45 +49,45 @@ LossMethod = Literal["full", "chunked"]
 class CausalLM(LightningModule):
     """LightningModule that trains a Hugging Face causal language model on batches of ``input_ids`` and ``labels``.
 
-    The loss is the mean over all label tokens of an optimizer step, however they are split over ranks and
-    micro-batches. On its logging steps, the Trainer logs ``train/loss``, ``train/perplexity``, ``train/tokens`` (the
-    label tokens of the step), ``train/gradient_norm`` and ``train/learning_rate``. After each validation, it logs
-    ``val/loss`` and ``val/perplexity``.
+    The loss is the mean over all tokens with labels in an optimizer step. It does not depend on how these tokens are
+    split over ranks and micro-batches. On logging steps, the module logs ``train/loss``, ``train/perplexity``,
+    ``train/tokens`` (the number of tokens with labels in the step), ``train/gradient_norm`` and
+    ``train/learning_rate``. After each validation, it logs ``val/loss`` and ``val/perplexity``.
 
     Args:
         pretrained: Directory of a model saved by ``save_pretrained``, or a model id on the Hugging Face Hub. Each rank
             reads only its shards of the weights.
-        config: Architecture of a new model: a mapping with ``model_type`` and its fields
+        config: Architecture of a new model: a mapping with ``model_type`` and other fields of the config
             (``{model_type: llama, hidden_size: 256, ...}``), or a directory or hub id with a ``config.json``. Give
             either ``config`` or ``pretrained``.
         optimizer: Callable that builds the optimizer from the parameter groups. Adam and AdamW use torch's fused kernel
-            if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given. If there is
-            none, ``fused=True`` is ignored with a warning.
-        lr_scheduler: Callable that builds the schedule from the optimizer; it is stepped after every optimizer step.
-            None keeps the learning rate constant. A schedule with a method ``fit_to_run``, such as
-            :class:`~lightning_fsdp2.schedulers.WarmupCosine`, is told the number of steps of the run.
+            if there is one for the device, unless ``fused``, ``foreach`` or ``differentiable`` is given. On a device
+            without a fused kernel, ``fused=True`` is ignored with a warning.
+        lr_scheduler: Callable that builds the learning rate schedule from the optimizer. The schedule is stepped after
+            every optimizer step. None keeps the learning rate constant. If the schedule has a method ``fit_to_run``, as
+            :class:`~lightning_fsdp2.schedulers.WarmupCosine` has, the method gets the run's number of steps.
         decay_norms_and_biases: Whether weight decay also applies to one-dimensional parameters (norms and biases).
         attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
         loss: ``"full"`` to compute the logits of all positions at once; ``"chunked"`` to compute the logits of about a
-            thousand positions at a time, and once more in backward. Loss and gradients are the same. Chunks cost one
-            more matrix product with the head, but avoid the full logits, often the largest tensor of a step. Under
-            tensor parallelism, each rank computes the loss on its part of the vocabulary.
+            thousand positions at a time, and to recompute them in backward. Both give the same loss and gradients.
+            Chunks cost one more matrix product with the head, but avoid the full logits, often the largest tensor of a
+            step. Under tensor parallelism, each rank computes the loss on its part of the vocabulary.
         allow_missing: Names, or patterns such as ``"lm_head.*"``, of weights that the files of ``pretrained`` may lack;
-            they are initialised like those of a new model. Any other missing tensor is an error.
+            missing weights are initialised as in a new model. Any other missing tensor is an error.
         lora: Low-rank adapters to train while the model itself is frozen. Give fields of peft's ``LoraConfig``, such as
-            ``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` stands for r=16 and alpha=32 on all linear layers. Or
-            give the directory of an adapter that peft or ``export_hf`` wrote, to continue training it. None trains the
-            model itself.
+            ``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` means r=16 and alpha=32 on all linear layers. Or give
+            the directory of an adapter that peft or ``export_hf`` wrote, to continue training this adapter. None trains
+            the model itself.
 
     Raises:
         ImportError: When ``lora`` is given and peft is not installed.
         ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,
             ``loss`` or a field of ``lora`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run.
-            In ``configure_model``, when ``pretrained`` is quantised, ``lora`` is for another model, or the model does
-            not allow ``loss="chunked"``. Once the model is sharded, when the files are not those of the model. In the
-            first step, when the model's attention crosses documents that a data module with
-            ``separate_documents=True`` packs together.
-        FileNotFoundError: When a ``pretrained`` directory holds no safetensors files, or a ``lora`` directory lacks
+            In ``configure_model``, when ``pretrained`` is quantised, ``lora`` belongs to a different model, or the
+            model does not allow ``loss="chunked"``. Once the model is sharded, when the files do not match the model.
+            In the first step, when a data module with ``separate_documents=True`` packs documents, and the model's
+            attention would cross their boundaries.
+        FileNotFoundError: When a ``pretrained`` directory has no safetensors files, or a ``lora`` directory lacks
             peft's files.
     """
 
@@ -108,8 +108,8 @@ class CausalLM(LightningModule):
         super().__init__()
         if (pretrained is None) == (config is None):
             raise ValueError(
-                f"CausalLM(pretrained={pretrained!r}, config={config!r}): give exactly one of them, `pretrained` to"
-                " start from a model's weights, `config` to start a new model."
+                f"CausalLM(pretrained={pretrained!r}, config={config!r}): give exactly one of them: `pretrained` to"
+                " start from a model's weights, or `config` to start with a new model."
             )
         if loss not in get_args(LossMethod):
             raise ValueError(f"CausalLM(loss={loss!r}) is unknown; use 'full' or 'chunked'.")
@@ -121,7 +121,7 @@ class CausalLM(LightningModule):
         self.loss = loss
         self.allow_missing = allow_missing
         if pretrained is not None:
-            get_optional_folder(pretrained)  # report a wrong path now, and not after the run has started
+            get_optional_folder(pretrained)  # report a wrong path before the run starts
         self.lora_config = None if lora is None else build_lora_config(lora)
         self._lora_folder = Path(lora) if isinstance(lora, str) else None
         self.hf_config = build_config(pretrained or config)
@@ -131,7 +131,7 @@ class CausalLM(LightningModule):
                 " CausalLM does not add to its own loss; leave it out, or write a LightningModule that returns"
                 " `model(...).loss`."
             )
-        self.model = None  # `configure_model` builds the model, since the mesh is known there
+        self.model = None  # `configure_model` builds the model, because it is called once the mesh exists
         self._logits_tail: LogitsTail | None = None
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
@@ -162,12 +162,13 @@ class CausalLM(LightningModule):
     def _check_causal(self) -> None:
         if (
             type(self).training_step is CausalLM.training_step
-        ):  # another loss may allow tokens to attend to later tokens
+        ):  # with a different loss, tokens may attend to later tokens
             source = "config=..." if self.pretrained is None else f"pretrained={self.pretrained!r}"
             check_causal(self.hf_config, source)
 
     def _build_model(self) -> None:
-        # our strategies shard the model first and then give it weights; `self.trainer` raises if there is no trainer
+        # Our strategies shard a model on the meta device and then give it weights; other strategies do not.
+        # `self._trainer` is used because `self.trainer` raises an error if there is no Trainer.
         on_meta = getattr(getattr(self._trainer, "strategy", None), "materializes_models", False)
         options: dict[str, Any] = {"attn_implementation": self.attn_implementation, "dtype": torch.get_default_dtype()}
         if self.pretrained is None:
@@ -183,8 +184,8 @@ class CausalLM(LightningModule):
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # The checkpoint must load without the files that training began with.
-        # A subclass with other arguments has to make sure of this itself.
+        # Save the architecture, so that the checkpoint can be loaded without the files from which training started.
+        # A subclass with its own `__init__` has to do so itself, because it may have different arguments.
         if type(self).__init__ is not CausalLM.__init__:
             return
         hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
@@ -192,7 +193,7 @@ class CausalLM(LightningModule):
             hparams.update(lora=to_mapping(self.lora_config))
         leaves_out = (
             self.state_dict().keys() - checkpoint["state_dict"].keys()
-        )  # weights that only the pretrained files have
+        )  # weights that are only in the pretrained files
         if not leaves_out and not isinstance(self.hparams["config"], dict):
             hparams.update(pretrained=None, config=self.hf_config.to_dict())
 
@@ -206,15 +207,16 @@ class CausalLM(LightningModule):
         vocab_size = self.hf_config.get_text_config().vocab_size
         if tokenizer is not None and len(tokenizer) > vocab_size:
             raise ValueError(
-                f"The tokenizer has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}: ids beyond it"
+                f"The tokenizer has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}: larger ids"
                 f" have no embedding. Set vocab_size to {len(tokenizer)} or more, or use the model's own tokenizer."
             )
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Return the logits, of shape [batch, sequence, vocabulary].
 
-        With ``FSDP2Config.loss_parallel`` they are a DTensor. With context parallelism, each rank gets the logits of
-        its own positions; see :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence`.
+        With ``FSDP2Config.loss_parallel``, the logits are a DTensor. With context parallelism, each rank gets the
+        logits of its own positions; :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence` collects those of
+        all ranks.
         """
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 
@@ -230,7 +232,7 @@ class CausalLM(LightningModule):
         self._update_evaluation_loss(batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the sum of log-probabilities and the number of tokens for each sequence, each of shape [batch]."""
+        """Return each sequence's sum of log-probabilities and number of tokens, as two tensors of shape [batch]."""
         losses, counts = self._compute_token_losses(batch)
         sums = sum_over_positions(self.model, torch.stack([-losses.sum(-1).double(), counts.sum(-1).double()]))
         return {"log_probability": sums[0].to(losses.dtype), "tokens": sums[1].long()}
@@ -244,7 +246,7 @@ class CausalLM(LightningModule):
     def _compute_token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of every position of this rank, and whether the position has a label.
 
-        Both have the shape [batch, positions]. The loss of a position without a label is 0.
+        Both tensors have the shape [batch, positions]. The loss of a position without a label is 0.
         """
         self._check_batch(batch)
         compute_logits = partial(self._compute_logits, **{name: batch[name] for name in batch if name != "labels"})
@@ -261,7 +263,7 @@ class CausalLM(LightningModule):
         return losses, labels != IGNORE_INDEX
 
     def _check_batch(self, batch: Batch) -> None:
-        # check here too, since a user's own data module does not declare lengths and names of tensors beforehand
+        # `setup` cannot check everything, since a user's own data module may not declare its lengths and tensor names
         length = batch["input_ids"].shape[-1]
         if length not in self._checked_lengths:
             self._checked_lengths.add(length)
@@ -273,12 +275,13 @@ class CausalLM(LightningModule):
             return self(**inputs)
 
     def _treat_documents(self, inputs: Batch) -> AbstractContextManager[None]:
-        # ask the data module, so that all ranks agree: not every batch has a boundary between documents
+        # Let the data module decide instead of the batch, so that all ranks decide the same.
+        # On some ranks, a batch may have no boundary between documents.
         datamodule = getattr(self._trainer, "datamodule", None)
         if getattr(datamodule, "separate_documents", False):
             is_sharded = get_optional_sharding(self.model) is not None
             return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
-        # without `position_ids`, positions never restart; looking for restarts would make the host wait for the device
+        # Without `position_ids`, no sequences are packed. A search for packed sequences would make the CPU wait.
         return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
@@ -290,7 +293,7 @@ class CausalLM(LightningModule):
         totals, self._evaluation_totals = self._evaluation_totals, None
         if totals is None:
             return
-        # log host tensors, so that the progress bar does not wait for the device at every refresh
+        # log tensors in host memory, so that the progress bar does not wait for the device at every refresh
         totals = sum_over_positions(self.model, totals)
         loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
         loss = loss_sum / tokens
@@ -319,11 +322,11 @@ class CausalLM(LightningModule):
         return [group for group in groups if group["params"]]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # our strategies have already scaled the gradients; with any other strategy, this scales them
+        # our strategies have already turned the gradients into token means; for other strategies, this call does so
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # read before the schedule changes it
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule changes it
 
     def configure_gradient_clipping(
         self,
@@ -333,7 +336,7 @@ class CausalLM(LightningModule):
     ) -> None:
         is_logged = is_logging_step(self.trainer)
         plugin: Any = self.trainer.precision_plugin
-        # our strategies report the norm that they computed for clipping
+        # under our strategies, the precision plugin has the norm that was computed for clipping
         is_told = gradient_clip_val and gradient_clip_algorithm != "value" and hasattr(plugin, "gradient_norm")
         if is_logged and not is_told:
             self._gradient_norm = get_total_norm(self.parameters())
@@ -350,7 +353,7 @@ class CausalLM(LightningModule):
             return
         names = ("train/loss", "train/tokens", "train/gradient_norm")
         values = (mean.loss, mean.tokens, norm)
-        # wait for the device once, on logging steps only, and log host tensors, so that the progress bar does not wait
+        # Copy all metrics to host memory at once, so that the CPU waits for the device only once per logging step.
         numbers = torch.stack([value.double() for value in values]).cpu()
         metrics = dict(zip(names, numbers, strict=True))
         metrics["train/perplexity"] = metrics["train/loss"].exp()
@@ -360,7 +363,7 @@ class CausalLM(LightningModule):
 
 
 def _prepare_fused(optimizer: Optimizer) -> None:
-    """Let an optimizer use torch's fused kernel if there is one, in a way that allows gradient clipping."""
+    """Make an optimizer use torch's fused kernel where there is one, and keep gradient clipping possible."""
     groups = optimizer.param_groups
     without = sorted({p.device.type for group in groups for p in group["params"] if not has_fused_optimizers(p.device)})
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not without:
@@ -373,7 +376,7 @@ def _prepare_fused(optimizer: Optimizer) -> None:
     leave_unscaling_to_scaler(optimizer)
     if without:
         name = type(optimizer).__name__
-        rank_zero_warn(f"{name}(fused=True): torch has no fused kernel for {', '.join(without)}; none is used.")
+        rank_zero_warn(f"{name}(fused=True): torch has no fused kernel for {', '.join(without)}; fused is ignored.")
         for group in fused:
             group["fused"] = None
 

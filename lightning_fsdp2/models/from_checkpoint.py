@@ -1,4 +1,4 @@
-"""Loading of a LightningModule or LightningDataModule from any kind of checkpoint, in one process."""
+"""Function that loads a LightningModule or LightningDataModule from any kind of checkpoint, in one process."""
 
 import warnings
 from pathlib import Path
@@ -35,40 +35,39 @@ def load_from_checkpoint(
 ) -> T:
     """Build ``cls`` from the hyper-parameters in a checkpoint and load its weights, without a Trainer or other ranks.
 
-    This works like ``LightningModule.load_from_checkpoint``, but also reads checkpoint directories. A model that
-    ``configure_model`` builds on the meta device gets the checkpoint's weights. Buffers that the checkpoint lacks are
-    initialised by the code of their modules::
+    This function works like ``LightningModule.load_from_checkpoint``, but also reads checkpoint directories. A model
+    that ``configure_model`` builds on the meta device gets the checkpoint's weights. Modules initialise their buffers
+    that are not in the checkpoint::
 
         module = load_from_checkpoint(CausalLM, "checkpoints/last.ckpt").eval()
 
     Args:
-        cls: Class of the LightningModule, or of the LightningDataModule whose hyper-parameters and state the checkpoint
-            holds.
+        cls: Class of the LightningModule or LightningDataModule that was saved in the checkpoint.
         path: Checkpoint that this package or Lightning saved under any strategy, or a plain ``state_dict``.
         strict: Whether the module and the checkpoint must have the same keys; None uses the module's
-            ``strict_loading``. If false, weights of a ``from_pretrained`` model that the checkpoint lacks are read from
-            the model's files. Weights that ``CheckpointConfig(frozen_parameters=False)`` has left out are always read
-            from those files.
-        verify: Whether data that is read is compared with its checksums.
+            ``strict_loading``. If False, weights of a ``from_pretrained`` model that are not in the checkpoint are read
+            from the model's files. Weights that ``CheckpointConfig(frozen_parameters=False)`` has left out are always
+            read from the model's files.
+        verify: Whether to compare the data with its checksums.
         weights_only: False has the same effect as ``trust_checkpoint=True``, as in ``torch.load``.
         trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
         map_location: Device of the module.
         **kwargs: Arguments of ``cls``; they take precedence over the hyper-parameters.
 
     Returns:
-        The module, in training mode unless its constructor says otherwise.
+        The data module; or the module, in training mode unless its constructor sets evaluation mode.
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
         TypeError: When ``cls`` is not a LightningModule or LightningDataModule, or the checkpoint lacks one of its
             arguments.
-        ValueError: When the checkpoint is incomplete, damaged or of another model, or when it holds objects and is not
-            trusted. For another model, the message lists missing and unexpected keys.
+        ValueError: When the checkpoint is incomplete, damaged or from a different model, or when it contains arbitrary
+            objects and is not trusted. For a different model, the message lists missing and unexpected keys.
     """
     if not (isinstance(cls, type) and issubclass(cls, LightningModule | LightningDataModule)):
         raise TypeError(f"load_from_checkpoint(cls={cls!r}) builds LightningModules and LightningDataModules only.")
     if trust_checkpoint and weights_only:
-        raise ValueError("trust_checkpoint=True allows what weights_only=True refuses; leave one of them out.")
+        raise ValueError("trust_checkpoint=True allows objects that weights_only=True rejects; leave one of them out.")
     is_trusted = trust_checkpoint if weights_only is None else not weights_only
     is_module = issubclass(cls, LightningModule)
     checkpoint = _read(path, with_weights=is_module, verify=verify, trust=is_trusted)
@@ -77,15 +76,15 @@ def load_from_checkpoint(
         return cast(T, load_from_state(cls, checkpoint, **kwargs))
     left_out = checkpoint.pop(LEFT_OUT_KEY, [])
     is_strict = strict
-    if left_out:  # the pretrained files hold the missing weights
+    if left_out:  # the missing weights are in the pretrained files
         strict = False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module: Any = load_from_state(cls, checkpoint, strict=strict, **kwargs)
-        if is_meta(module):  # loading could not copy weights to the meta device
+        if is_meta(module):  # the weights could not be copied to the meta device
             strict = module.strict_loading if strict is None else strict
-            if not strict:  # weights that the checkpoint lacks come from the pretrained files
+            if not strict:  # the pretrained files have the weights that the checkpoint lacks
                 load_pretrained(module, torch.device("cpu"))
             materialize(module, torch.device("cpu"))
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -96,8 +95,8 @@ def load_from_checkpoint(
         if "Error(s) in loading state_dict" not in str(error):
             raise
         raise ValueError(
-            f"The checkpoint {str(path)!r} does not match this {cls.__name__}: give the arguments that the saved module"
-            f" was built with as keywords, or `strict=False` to ignore missing and unexpected keys. {error}"
+            f"The checkpoint {str(path)!r} does not match this {cls.__name__}: pass the arguments of the saved module"
+            f" as keywords, or `strict=False` to ignore missing and unexpected keys. {error}"
         ) from error
     found = find_checkpoint(path, trust=is_trusted)
     descriptions = read_descriptions(found) if found.is_dir() else checkpoint.get(DESCRIPTIONS_KEY, [])

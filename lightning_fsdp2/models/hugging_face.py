@@ -1,4 +1,4 @@
-"""Hugging Face models that are built without weights. Each rank reads its shards of the weights later."""
+"""Functions that build Hugging Face models without weights, so that each rank later reads only its shards."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,9 +27,9 @@ def from_pretrained(
 ) -> "PreTrainedModel":
     """Build a Hugging Face model without weights, so that each rank later reads only its shards from the files.
 
-    Call this in ``configure_model`` of any LightningModule. The model is on the meta device until the strategy has
-    sharded it; in a plain loop, ``fsdp2_strategy_parallelize`` or a manager does this. Then each rank reads its slices
-    of the files. The model is in training mode::
+    Call this function in ``configure_model`` of any LightningModule. The model is on the meta device until the strategy
+    shards it; in a plain loop, ``fsdp2_strategy_parallelize`` or a manager shards the model. Then each rank reads its
+    slices of the weights from the files. The model is in training mode::
 
         def configure_model(self):
             if self.model is None:
@@ -42,20 +42,21 @@ def from_pretrained(
             ``"Gemma3ForConditionalGeneration"``.
         config: Fields of the model's config to change, such as ``{"num_labels": 3}``.
         dtype: Dtype of the weights. None for torch's default, which the Trainer's ``precision`` sets.
-        attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``; None for the default.
+        attn_implementation: Attention function of transformers, such as ``"sdpa"`` or ``"eager"``; None for the
+            default.
         allow_missing: Names, or patterns such as ``"score.*"``, of weights that the files may lack, such as those of a
-            new head; they are initialised as transformers does. Any other missing tensor is an error.
-        on_meta: Whether the model stays on the meta device until it is sharded. False reads the whole model at once,
-            which strategies other than this package's need.
+            new head. transformers' code initialises missing weights. Any other missing tensor is an error.
+        on_meta: Whether the model stays on the meta device until it is sharded. False reads the whole model
+            immediately, as strategies from outside this package require.
 
     Returns:
         The model.
 
     Raises:
-        FileNotFoundError: When ``pretrained`` holds no safetensors files.
+        FileNotFoundError: When ``pretrained`` has no safetensors files.
         ValueError: When ``pretrained`` is a file or a checkpoint of a training run, the model is quantised, or
-            ``auto_class`` or a field of ``config`` is unknown or of another architecture. Once the model is sharded,
-            when the files are not those of the model.
+            ``auto_class`` or a field of ``config`` is unknown or belongs to a different architecture. Once the model is
+            sharded, when the files do not match the model.
     """
     folder = find_pretrained(pretrained)
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -79,9 +80,9 @@ def build_pretrained_model(
     on_meta: bool,
     **options: Any,
 ) -> "PreTrainedModel":
-    """Build a model of ``config`` with the weights in ``folder``.
+    """Build a model from ``config``, with the weights in ``folder``.
 
-    If ``on_meta`` is true, the weights are read once the model is sharded.
+    If ``on_meta`` is True, the weights are read once the model is sharded.
     """
     from transformers import GenerationConfig
 
@@ -100,7 +101,7 @@ def build_pretrained_model(
 def build_model(
     config: "PretrainedConfig", *, auto_class: str = "AutoModelForCausalLM", on_meta: bool, **options: Any
 ) -> "PreTrainedModel":
-    """Build a model of ``config`` in training mode: without weights if ``on_meta`` is true, else with new weights."""
+    """Build a model from ``config`` in training mode, without weights if ``on_meta`` is True, else with new weights."""
     model_class = _get_class(auto_class)
     _check_config_is_of(model_class, config)
     build = getattr(model_class, "from_config", None) or partial(build_from_config, model_class)
@@ -112,8 +113,8 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
     """Build a config from a mapping with ``model_type``, or load it from a directory or the Hub.
 
     Raises:
-        ValueError: When the mapping has no ``model_type``, when it has fields that the architecture does not know, or
-            when there is no config at ``source``.
+        ValueError: When the mapping has no ``model_type`` or has unknown fields, or when the directory or hub id has no
+            config.
     """
     from transformers import AutoConfig
 
@@ -132,19 +133,19 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
     config = AutoConfig.for_model(model_type, **fields)
-    # a complete config, such as one from a checkpoint, may have fields that other tools have added
+    # only complete configs, such as those in checkpoints, have a version; other tools may have added fields to them
     if "transformers_version" not in fields:
         _check_fields(config, model_type, fields)
     return config
 
 
 def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
-    """Return the local directory of a model's weights, after downloading them if necessary.
+    """Return the local directory of a model's files, after downloading the files if necessary.
 
-    Without ``download``, a hub id must already be in the local cache.
+    Without ``download``, the files of a hub id must already be in the local cache.
 
     Raises:
-        FileNotFoundError: When the directory holds no safetensors files.
+        FileNotFoundError: When the directory has no safetensors files.
         ValueError: When ``pretrained`` is a file, or a checkpoint of a training run.
     """
     if (folder := get_optional_folder(pretrained)) is not None:
@@ -158,7 +159,7 @@ def find_pretrained(pretrained: str | Path, *, download: bool = True) -> Path:
                 *("*.safetensors", "*.json", "*.jinja"),
                 *("tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
             ],
-            # these hold the same weights again, in the authors' own format
+            # these files are a second copy of the weights, in the authors' own format
             ignore_patterns=["original/*", "*/*.safetensors", "consolidated*"],
             local_files_only=not download,
         )
@@ -171,7 +172,7 @@ def get_optional_folder(pretrained: str | Path) -> Path | None:
     """Return ``pretrained`` as a path if it is a directory, and None if it is a hub id.
 
     Raises:
-        FileNotFoundError: When ``pretrained`` looks like a directory and does not exist, or holds no safetensors files.
+        FileNotFoundError: When ``pretrained`` looks like a path but does not exist, or has no safetensors files.
         ValueError: When ``pretrained`` is a file, or a checkpoint of a training run.
     """
     folder = Path(pretrained)
@@ -196,12 +197,13 @@ def _read_config(folder: Path, changes: Mapping[str, Any]) -> "PretrainedConfig"
 
 
 def _check_not_quantized(config: "PretrainedConfig", source: Path) -> None:
-    """Raise an error for a quantised model, since its files do not hold the values of the model's parameters."""
+    """Raise an error for a quantised model, because its files contain encoded values instead of the parameters."""
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"pretrained={str(source)!r} is a quantised model, which this package does not train. Dequantise it once"
-            " with transformers, such as `from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))`, save"
-            " it with `save_pretrained`, and give that directory."
+            " with transformers, for example with"
+            " `from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))`, save it with `save_pretrained`,"
+            " and give the new directory."
         )
 
 
@@ -218,7 +220,7 @@ def _get_class(name: str) -> Any:
 
 
 def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
-    config_class = getattr(model_class, "config_class", None)  # classes such as AutoModel have no config class
+    config_class = getattr(model_class, "config_class", None)  # auto classes have no config class
     if config_class is not None and not isinstance(config, config_class):
         raise ValueError(
             f"from_pretrained(auto_class={model_class.__name__!r}) needs a {config_class.__name__}, but the config of"
@@ -228,18 +230,18 @@ def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
 
 
 def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
-    """Raise an error for unknown fields. transformers would keep them without effect, and build another model."""
+    """Raise an error for unknown fields, which transformers would silently ignore when it builds the model."""
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type)
-    # attention reads `head_dim` even if the config's class does not declare it, as in Qwen3 MoE
+    # attention layers may read `head_dim` although the config's class does not declare it, as in Qwen3 MoE
     undeclared = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor", "head_dim"}
     for name in fields:
-        # check `to_dict` first: `hasattr` raises for fields that Gemma 4 has per layer
+        # check `to_dict` first, because `hasattr` raises an error for per-layer fields of Gemma 4
         if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
-        # an older name of a field is accepted: the config translates it, and so another field changes
+        # Accept old names of fields: the config translates an old name, so the field with the new name changes.
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
             raise ValueError(
                 f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. Its fields are"

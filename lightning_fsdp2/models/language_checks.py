@@ -1,4 +1,4 @@
-"""Checks that a model and its batches are fit for next-token prediction."""
+"""Checks that a model and its batches are suitable for next-token prediction."""
 
 import inspect
 from collections.abc import Set
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 _OF_TOKENIZERS = {"token_type_ids", "mm_token_type_ids", "special_tokens_mask", "length"}
-"""Names of tokenizer outputs that not every model takes; they may resemble the names of other arguments."""
+"""Tokenizer outputs that not every model accepts. They are not misspellings, even if they resemble an argument."""
 
 
 def check_causal(config: "PretrainedConfig", source: str) -> None:
-    """Raise an error if the model's tokens attend to later tokens.
+    """Raise an error if tokens attend to later tokens in a model with this ``config``.
 
     Args:
         config: Config of the model.
-        source: Option that names the model, for the error.
+        source: Option that specifies the model, for the error message.
 
     Raises:
-        ValueError: When tokens attend to later tokens; the message says what to do instead.
+        ValueError: When tokens attend to later tokens. The message says what to do instead.
     """
     trial = try_config(config)
     if _is_causal_by_config(config) if trial is None else trial.is_causal:
@@ -42,16 +42,16 @@ def check_causal(config: "PretrainedConfig", source: str) -> None:
 
 
 def check_length(config: "PretrainedConfig", length: int, source: str, *, restarts: bool) -> None:
-    """Raise an error or warn if sequences have more tokens than the model has positions.
+    """Raise an error, or warn, if sequences have more tokens than the model has positions.
 
     Args:
         config: Config of the model.
         length: Length of a sequence, in tokens.
-        source: Option or batch that the length comes from, for the message.
-        restarts: Whether positions restart within a sequence, with each document.
+        source: Description of the option or batch that has this length, for the message.
+        restarts: Whether positions restart at each document within a sequence.
 
     Raises:
-        ValueError: When the model has no position for the last tokens.
+        ValueError: When the model has no position embeddings for the last tokens of a sequence.
     """
     name, positions, ends = _get_positions(config)
     if positions is None or length <= positions:
@@ -59,9 +59,9 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
     what = f"{source} is more than the {positions} positions of this {config.model_type} ({name})"
     remedy = f"Shorten the sequences to {positions}"
     if ends and not restarts:
-        raise ValueError(f"{what}, where its table of positions ends. {remedy}, or give a new model a larger {name}.")
+        raise ValueError(f"{what}, and the model cannot take more. {remedy}, or give a new model a larger {name}.")
     if ends:
-        rank_zero_warn(f"{what}: a document that is longer ends the run with an index error. {remedy}.")
+        rank_zero_warn(f"{what}: a longer document would end the run with an index error. {remedy}.")
     else:
         rank_zero_warn(
             f"{what}. Its rotary positions are not scaled that far, so the model has to extrapolate beyond them."
@@ -70,26 +70,26 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
 
 
 def check_names(model: nn.Module, names: Set[str]) -> None:
-    """Raise an error for a misspelt name in a batch, since transformers models ignore names that they do not know.
+    """Raise an error for a misspelt name in a batch. Otherwise, models of transformers would ignore unknown names.
 
     Args:
         model: Model from transformers.
         names: Names of the batch's tensors.
 
     Raises:
-        ValueError: When a name is close to that of an argument; the error names the argument.
+        ValueError: When an unknown name resembles the name of an argument. The message names the argument.
     """
     arguments = inspect.signature(get_class(model).forward).parameters
     for name in names - arguments.keys() - _OF_TOKENIZERS:
         if nearest := get_close_matches(name, arguments.keys() - names, n=1, cutoff=0.8):
             raise ValueError(
-                f"The batch has {name!r}, which {get_class_name(model)} would ignore, and no {nearest[0]!r}. Call it"
-                f" {nearest[0]!r}, or leave it out of the batch."
+                f"The batch has {name!r}, which {get_class_name(model)} would ignore, and no {nearest[0]!r}. Rename"
+                f" it to {nearest[0]!r}, or leave it out of the batch."
             )
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
-    """Return whether a model is causal according to its config, for use where a trial forward is not possible."""
+    """Return whether a model is causal according to its config, for models that cannot be tried out."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     text = config.get_text_config()
@@ -99,9 +99,9 @@ def _is_causal_by_config(config: "PretrainedConfig") -> bool:
 
 
 def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
-    """Return the config's field for the number of positions, the number, and whether the model fails beyond it.
+    """Return the config field for the number of positions, this number, and whether longer sequences fail.
 
-    The number is None if the model takes any length, because it uses a linear bias or scales positions itself.
+    The number is None if the model accepts any length, because it uses a linear bias or scales positions itself.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -116,7 +116,7 @@ def _get_positions(config: "PretrainedConfig") -> tuple[str, int | None, bool]:
 
 def _get_rotary_positions(text: "PretrainedConfig", positions: int) -> int | None:
     rotary: Any = getattr(text, "rope_parameters", None)
-    if not rotary or getattr(text, "alibi", False):  # Falcon's config has both; its model uses one
+    if not rotary or getattr(text, "alibi", False):  # with `alibi`, Falcon ignores `rope_parameters`
         return None
     kinds = list(rotary.values()) if all(isinstance(value, dict) for value in rotary.values()) else [rotary]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft (arXiv:2106.09685) for Hugging Face models that get their weights after sharding."""
+"""peft's LoRA adapters (arXiv:2106.09685) for Hugging Face models that get their weights after sharding."""
 
 import copy
 import dataclasses
@@ -28,25 +28,25 @@ _FIELDS = (
 
 _NOTES = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 _NOTES |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
-"""Fields of adapter files that training ignores. ``inference_mode``, set in files, would freeze the adapter."""
+"""Fields of adapter configs that training ignores. ``inference_mode`` in a saved config would freeze the adapter."""
 
 _FIXED = {
-    "task_type": ("CAUSAL_LM", "is another task than CausalLM's; leave it out"),
+    "task_type": ("CAUSAL_LM", "is not the task of CausalLM; leave it out"),
     "inference_mode": (False, "would freeze the adapters; leave it out"),
 }
-"""Values that some fields must have here, and the reason why others are refused."""
+"""Required values of some fields, and the reasons why all other values are rejected."""
 
 
 def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
     """Build peft's ``LoraConfig`` from a mapping of its fields, or from the directory of an adapter.
 
-    For a mapping, some defaults differ from peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers except the
-    head as targets.
+    A mapping has some defaults that differ from peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers except
+    the head as targets.
 
     Raises:
         ImportError: When peft is not installed.
         FileNotFoundError: When the directory or a file in it is missing.
-        ValueError: When the directory holds no LoRA, or a field is unknown or not supported.
+        ValueError: When the adapter in the directory is not a LoRA adapter, or a field is unknown or not supported.
     """
     try:
         from peft import LoraConfig
@@ -64,11 +64,11 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
 
 
 def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Path) -> None:
-    """Check that the adapter in ``folder`` belongs to the base model ``pretrained``, with its files in ``weights``.
+    """Check that the adapter in ``folder`` belongs to the base model ``pretrained``, whose files are in ``weights``.
 
     Raises:
-        ValueError: When the adapter names another base model. Two names are taken for the same model if the files of
-            the named one are not available for comparison.
+        ValueError: When the adapter's config names a base model with different weights. If the files of that base model
+            are not available for comparison, only warn.
     """
     base = config.base_model_name_or_path
     if not base or base == pretrained:
@@ -80,9 +80,9 @@ def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Pat
         return
     if fingerprint != get_folder_fingerprint(weights):
         raise ValueError(
-            f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} is another model than"
-            f" pretrained={pretrained!r}, whose files hold other tensors; give pretrained={base!r}, or an adapter of"
-            f" {pretrained!r}."
+            f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} is not the model"
+            f" pretrained={pretrained!r}, whose files have different tensors; give pretrained={base!r}, or an adapter"
+            f" of {pretrained!r}."
         )
 
 
@@ -91,24 +91,25 @@ def add_lora(
 ) -> "PeftModel":
     """Freeze ``model`` and put adapters around its layers.
 
-    On the meta device, adapters get their weights together with the model. New adapters are initialised with
-    peft's code, to the same values on any mesh.
+    If the model is on the meta device, its adapters get their weights when the model gets its own. peft's code
+    initialises new adapters, to the same values on any mesh.
 
     Args:
         model: Model to change in place.
-        config: Config of :func:`build_lora_config`.
-        base: Name of the base model to record in the adapters' files.
+        config: Config from :func:`build_lora_config`.
+        base: Name of the base model to record in the adapters' config.
         folder: Directory of an adapter to continue training; None for a new one.
 
     Raises:
-        ValueError: When ``model`` has no modules with the names in the config, or when ``folder`` holds an adapter of
-            another model.
+        ValueError: When ``model`` has no modules with the names in the config, or when the adapter in ``folder``
+            belongs to a different model.
     """
     from peft import get_peft_model
 
     _check_modules(model, config, folder)
     on_meta = model.device.type == "meta"
-    # peft fills in this copy of the config; adapters keep the model's dtype, since shards of a unit have one dtype
+    # a copy, because peft fills in missing fields
+    # `autocast_adapter_dtype=False` keeps the model's dtype, since all shards of an FSDP2 unit must have one dtype
     own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
     adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
     adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path
@@ -120,7 +121,7 @@ def add_lora(
 
 
 def to_mapping(config: "LoraConfig") -> dict[str, Any]:
-    """Return the fields of ``config`` that differ from peft's defaults, in plain types, for hyper-parameters."""
+    """Return the fields of ``config`` that differ from peft's defaults, as plain types for hyper-parameters."""
     default = type(config)()
     fields = {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
@@ -146,7 +147,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str] = ()) -> None:
-    """Raise an error for fields that peft lacks, and for unsupported values, such as those that need whole weights."""
+    """Raise an error for fields unknown to peft, and for fields and values that this package does not support."""
     from peft import LoraConfig
 
     default: Any = LoraConfig()
@@ -158,7 +159,7 @@ def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str]
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_FIELDS)}."
             raise ValueError(f"{source}: peft's LoraConfig has no {name!r}; {hint}")
         other = getattr(default, name)
-        fixed, reason = _FIXED.get(name, (other, f"is not supported here; use of {', '.join(_FIELDS)}"))
+        fixed, reason = _FIXED.get(name, (other, f"is not supported here; use only {', '.join(_FIELDS)}"))
         if value not in (fixed, other):
             raise ValueError(f"{source}: {name}={value!r} {reason}.")
     init = fields.get("init_lora_weights", True)
@@ -170,7 +171,9 @@ def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str]
 
 
 def _check_modules(model: "PreTrainedModel", config: "LoraConfig", folder: Path | None) -> None:
-    source = "CausalLM(lora={...})" if folder is None else f"{folder / CONFIG_FILE} is an adapter for another base"
+    source = (
+        "CausalLM(lora={...})" if folder is None else f"{folder / CONFIG_FILE} is an adapter for a different base model"
+    )
     names = [name for name, _ in model.named_modules() if name]
     ends = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")})
     for option in ("target_modules", "modules_to_save"):
@@ -180,4 +183,4 @@ def _check_modules(model: "PreTrainedModel", config: "LoraConfig", folder: Path 
                 continue
             near = get_close_matches(target, ends, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(ends)}."
-            raise ValueError(f"{source}: {option} names {target!r}, which {get_class_name(model)} lacks; {hint}")
+            raise ValueError(f"{source}: {option} has {target!r}, which {get_class_name(model)} lacks; {hint}")

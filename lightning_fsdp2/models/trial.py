@@ -1,8 +1,9 @@
-"""Trial runs of a small copy of a language model, to find out how the model treats the tokens of a sequence.
+"""Trial runs of a small copy of a language model, to find out properties that its config does not reveal.
 
-There are two questions: Do tokens attend to later tokens, which they should learn to predict? Can the model take more
-positions than its config names? Configs answer these questions in different ways, or not at all. So a copy of the
-config is reduced to two small layers, and a model built from it runs on the CPU, in a fraction of a second.
+A trial answers two questions. Do tokens attend to later tokens, which they should learn to predict? Does the model
+accept more positions than its config specifies? Configs answer these questions in different ways, or not at all. So
+a copy of the config is reduced to two small layers, and a model with the reduced config runs on the CPU, in a fraction
+of a second.
 """
 
 import copy
@@ -40,12 +41,12 @@ _CUTS: Mapping[str, int] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), VOCABULARY - 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "chunk_size", "mamba_chunk_size"), POSITIONS),
 }
-"""Sizes to which fields of configs are reduced, if they are larger."""
+"""Maximum values to which fields of configs are reduced."""
 
 _MOST_PARAMETERS = 60e6
-"""Largest number of parameters of a model to try. A larger one takes longer than a second.
+"""Maximum number of parameters of a model to try. A larger model takes longer than a second.
 
-A model is larger only if the widths in its config cannot be reduced.
+A reduced model is larger only if the widths in its config cannot be reduced.
 """
 
 _LENGTH, _CHANGED_FROM = 16, 10
@@ -58,21 +59,21 @@ logits by a millionth, when experts get other groups of tokens."""
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial run."""
+    """Result of a trial run of a model."""
 
     is_causal: bool
-    """Whether the logits at a position are the same whatever tokens follow."""
+    """Whether the logits at a position do not depend on later tokens."""
 
     lost_positions: int | None
-    """Number of positions in the config that the model cannot take; None if the model takes more than the config."""
+    """Number of positions in the config that the model does not accept; None if it accepts more than the config has."""
 
 
 _TRIALS: dict[str, Trial | None] = {}
-"""Results by config, as JSON: a run may build its model several times."""
+"""Results by config as JSON. They are kept because a run may build its model several times."""
 
 
 def try_config(config: "PretrainedConfig") -> Trial | None:
-    """Run a small copy of the causal language model of ``config``; return None if the config cannot be reduced."""
+    """Run a small copy of the causal language model that ``config`` describes. Return None if this is not possible."""
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _TRIALS:
         _TRIALS[key] = _try_cuts(config)
@@ -81,10 +82,10 @@ def try_config(config: "PretrainedConfig") -> Trial | None:
 
 def _try_cuts(config: "PretrainedConfig") -> Trial | None:
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers will warn about the model itself
+    logging.set_verbosity_error()  # transformers gives its warnings when the real model is built
     try:
         for cuts_widths in (True, False):
-            # if the fields of a config no longer fit together, transformers may raise any error
+            # transformers may raise any error if the reduced fields of a config do not fit together
             with suppress(Exception):
                 return _try(_cut(config, cuts_widths))
         return None
@@ -100,10 +101,10 @@ def _try(config: "PretrainedConfig") -> Trial:
         raise ValueError("It is too large.")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed accelerators
+        torch.default_generator.manual_seed(0)  # unlike `torch.manual_seed`, not on accelerators
         model = build_model(config, on_meta=False, **options).eval()
         for weight in model.parameters():
-            if weight.ndim > 1:  # with small initial weights, attention would be uniform
+            if weight.ndim > 1:  # with small weights, attention would be almost uniform
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         return Trial(_is_causal(model), _count_lost_positions(model, config))
 
@@ -151,7 +152,7 @@ def _get_parts(config: "PretrainedConfig") -> Iterator["PretrainedConfig"]:
 
 
 def _get_cuts(fields: dict[str, Any], cuts_widths: bool) -> dict[str, Any]:
-    """Return the fields to change in one part of a config, with their new values."""
+    """Return the fields of a config, or of a sub-config, that have to be reduced, with their new values."""
     numbers = {name: value for name, value in fields.items() if type(value) is int}
     layers = next((numbers[name] for name in _LAYER_COUNTS if name in numbers), 0)
     heads = next((numbers[name] for name in _HEAD_COUNTS if name in numbers), 0)
@@ -174,5 +175,5 @@ def _get_cuts(fields: dict[str, Any], cuts_widths: bool) -> dict[str, Any]:
 
 
 def _choose_layers(kinds: Any) -> tuple[int, int]:
-    """Return the indices of the first layer and of the next one of another kind."""
+    """Return the indices of the first layer and of the next layer of a different kind, or 0 and 1 if there is none."""
     return 0, next((i for i, kind in enumerate(kinds or ()) if kind != kinds[0]), 1)

@@ -136,9 +136,9 @@ def test_a_logger_without_a_directory(tmp_path: Path) -> None:
     ("options", "make_module", "message"),
     [
         ({}, Regressor, "TypeError: .*no transformers model in Regressor"),
-        ({"model": "student"}, lambda: CausalLM(config=CONFIG), r"ValueError: .*CausalLM holds the model\(s\) 'model'"),
+        ({"model": "student"}, lambda: CausalLM(config=CONFIG), r"ValueError: .*CausalLM has the model\(s\) 'model'"),
         ({"dtype": "int8"}, lambda: CausalLM(config=CONFIG), "ValueError: .*dtype='int8'"),
-        ({"tokenizer": "."}, lambda: CausalLM(config=CONFIG), "ValueError: .*'.'.*holds no tokenizer"),
+        ({"tokenizer": "."}, lambda: CausalLM(config=CONFIG), "ValueError: .*'.'.*has no tokenizer files"),
         ({"max_shard_size": "5 gigs"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='5 gigs'"),
         ({"max_shard_size": 0}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size=0"),
         ({"max_shard_size": "0GB"}, lambda: CausalLM(config=CONFIG), "ValueError: .*max_shard_size='0GB'"),

@@ -184,7 +184,7 @@ def test_another_base_and_one_that_has_moved_or_cannot_be_read(tmp_path: Path, m
     def read_again() -> None:
         with pytest.raises(FileNotFoundError, match=r"base', which does not exist; give .*export_hf\(pretrained="):
             export_hf(small, tmp_path / "out", merge=True)
-        with pytest.raises(ValueError, match=r"but '\S+other' holds other tensors; give the directory"):
+        with pytest.raises(ValueError, match=r"but '\S+other' has different tensors; give the directory"):
             export_hf(small, tmp_path / "out", merge=True, pretrained=other)
         export_hf(small, tmp_path / "adapter")  # which needs no base
         export_hf(small, tmp_path / "out", merge=True, pretrained=tmp_path / "moved")

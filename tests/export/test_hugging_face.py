@@ -170,7 +170,7 @@ def test_the_generation_config_and_the_tokenizer_come_along(tmp_path: Path) -> N
         export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
         export_hf(make_llama(), tmp_path / "without")
         export_hf(make_llama(), tmp_path / "given", tokenizer=tmp_path / "with")
-        with pytest.raises(ValueError, match=r"without'\): the directory holds no tokenizer"):
+        with pytest.raises(ValueError, match=r"without'\): the directory has no tokenizer files"):
             export_hf(make_llama(), tmp_path / "other", tokenizer=tmp_path / "without")
 
     run_ranks(run, 1, group=False)
@@ -223,7 +223,7 @@ def test_a_wrong_tokenizer_is_found_before_weights_are_written(tmp_path: Path, m
         raise AssertionError("written")
 
     monkeypatch.setattr(hugging_face, "_write_file", fail)
-    with pytest.raises(ValueError, match="holds no tokenizer"):
+    with pytest.raises(ValueError, match="has no tokenizer files"):
         export_hf(make_llama(), tmp_path / "out", tokenizer=tmp_path)
     with pytest.raises(TypeError, match=r"tokenizer=<object>\) is not a transformers tokenizer"):
         export_hf(make_llama(), tmp_path / "out", tokenizer=object())
@@ -300,7 +300,7 @@ def test_one_of_several_models_is_named(tmp_path: Path) -> None:
         export_hf(source, tmp_path / name, model="student")
         assert_same_tensors(read_weights(tmp_path / name), module.student.state_dict())
         for wrong in (None, "pupil"):
-            with pytest.raises(ValueError, match=r"holds the model\(s\) 'teacher', 'student'; name one of them"):
+            with pytest.raises(ValueError, match=r"has the model\(s\) 'teacher', 'student'; set model to one of them"):
                 export_hf(source, tmp_path / "other", model=wrong)
 
 
@@ -361,7 +361,7 @@ def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
     save_checkpoint(tmp_path / "runs" / "last.ckpt", make_llama())
     monkeypatch.chdir(tmp_path / "here")
     for out in (".", "..", tmp_path / "here"):
-        with pytest.raises(ValueError, match=r"would replace the working directory .*; name another directory"):
+        with pytest.raises(ValueError, match=r"would replace the working directory .*; choose a different directory"):
             export_hf(make_llama(), out, overwrite=True)
     for out in (tmp_path / "runs", tmp_path / "runs" / "last.ckpt"):
         with pytest.raises(ValueError, match=r"would replace the checkpoint '.*last\.ckpt'"):
@@ -451,7 +451,7 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
         (
             lambda: change_head(make_llama()),
             ValueError,
-            r"do not match a LlamaForCausalLM with its config.*unexpected: lm_head\.bias; of another shape: lm_head\.w",
+            r"do not match a LlamaForCausalLM with its config.*unexpected: lm_head\.bias; of a different shape: lm_",
         ),
     ],
     ids=["other-modules", "several-adapters", "prompt", "other-than-its-config"],

@@ -288,7 +288,7 @@ def test_where_torch_has_no_fused_kernel_the_optimizer_steps_without(
         groups, operations, messages = run_one_step(FSDP2Strategy(), module=options)
         assert groups == {None}
         assert "aten::_fused_adamw_" not in operations
-        message = "AdamW(fused=True): torch has no fused kernel for cpu; none is used."
+        message = "AdamW(fused=True): torch has no fused kernel for cpu; fused is ignored."
         assert [str(caught.message) for caught in messages] == [message] * is_asked
 
     run_ranks(run, 1)

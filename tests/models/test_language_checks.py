@@ -187,7 +187,7 @@ def test_what_a_tokenizer_returns_is_not_misspelt() -> None:
 
 def test_documents_that_start_anew_are_only_warned_of() -> None:
     config = CausalLM(config=GPT2).hf_config
-    with pytest.warns(UserWarning, match="a document that is longer ends the run"):
+    with pytest.warns(UserWarning, match="a longer document would end the run"):
         check_length(config, 64, "sequence_length=64", restarts=True)
 
 

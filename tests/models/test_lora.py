@@ -365,7 +365,7 @@ def test_defaults_and_what_a_checkpoint_keeps() -> None:
         ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' needs the whole weights of the base"),
         (
             {"target_modules": ["q_porj"]},
-            r"target_modules names 'q_porj', which LlamaForCausalLM lacks; did you mean 'q_p",
+            r"target_modules has 'q_porj', which LlamaForCausalLM lacks; did you mean 'q_p",
         ),
         ({"target_modules": "none_such"}, r"none_such"),
         ({"r": 0}, r"`r` should be a positive integer"),
@@ -420,7 +420,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "other-modules": (
         lambda folder: change_config(folder, target_modules=["c_attn"]),
         ValueError,
-        r"adapter_config\.json is an adapter for another base: target_modules names 'c_attn', which LlamaForCausalLM",
+        r"adapter_config\.json is an adapter for a different base model: target_modules has 'c_attn', which",
     ),
     "other-shapes": (
         narrow,
@@ -431,7 +431,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "other-task": (
         lambda folder: change_config(folder, task_type="SEQ_CLS"),
         ValueError,
-        r"adapter_config\.json: task_type='SEQ_CLS' is another task than CausalLM's; leave it out",
+        r"adapter_config\.json: task_type='SEQ_CLS' is not the task of CausalLM; leave it out",
     ),
     "unknown-option": (
         lambda folder: change_config(folder, use_dora=True),
@@ -457,7 +457,7 @@ def test_an_adapter_of_another_base_of_the_same_shapes(tmp_path: Path) -> None:
     save_adapter(tmp_path, other)
     adapter = str(tmp_path / "adapter")
 
-    message = r"adapter_config\.json: base_model_name_or_path='\S+other' is another model than pretrained='\S+base'"
+    message = r"adapter_config\.json: base_model_name_or_path='\S+other' is not the model pretrained='\S+base'"
     with pytest.raises(ValueError, match=message):
         make_module(base, lora=adapter).configure_model()
     # the same tensors in other files, at another place
