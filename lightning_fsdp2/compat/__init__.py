@@ -1,1 +1,1 @@
-"""Wrappers of all private names that the package uses: names of torch, Lightning, transformers and other libraries."""
+"""All code that uses private names of torch, Lightning, transformers and other libraries."""

@@ -57,7 +57,7 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 
 
 def has_trainer(module: LightningModule | None) -> bool:
-    """Return whether ``module`` is attached to a Trainer. It is not if Lightning rejected the arguments of ``fit``."""
+    """Return whether ``module`` has a Trainer. It has none if Lightning rejected the arguments of ``fit``."""
     return module is not None and module._trainer is not None
 
 
@@ -179,7 +179,8 @@ def end_by_sigterm(trainer: Trainer) -> None:
     This replaces Lightning's handlers. They run collectives at whatever point of the code the signal interrupts, and an
     evaluation does not use the result.
     """
-    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)  # Lightning calls it after `end`
+    # if the program has its own handler, Lightning calls this handler after `end`
+    is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)
     launcher = trainer.strategy.launcher
 
     def end(number: int, frame: Any) -> None:
@@ -195,7 +196,7 @@ def end_by_sigterm(trainer: Trainer) -> None:
 
 
 def die_of(number: int) -> None:
-    """End this process by a signal, with the signal's default handler."""
+    """Kill this process with the signal ``number``, after restoring the signal's default handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -394,7 +395,8 @@ def begin_epoch_after_complete_one(trainer: Trainer) -> None:
     loop = cast(Any, trainer.fit_loop)
     epoch = loop.epoch_progress.current
     if loop.restarting and epoch.ready == epoch.started == epoch.processed == epoch.completed:
-        cast(Any, _Loop).restarting.fset(loop, False)  # base class; the loop's own setter sets True again
+        # the setter of the base class, because the loop's own setter would set the flag to True again
+        cast(Any, _Loop).restarting.fset(loop, False)
 
 
 def get_last_saved(callback: ModelCheckpoint) -> tuple[str, int]:

@@ -112,8 +112,8 @@ def finish_static_graph(wrapper: DistributedDataParallel, *, reduces_all: bool) 
 
     Args:
         wrapper: Wrapper that has just finished a backward with gradient synchronisation.
-        reduces_all: Whether to reduce all gradients before the check. This is necessary after the first backward of a
-            wrapper with a static graph, which reduces nothing.
+        reduces_all: Whether to reduce all gradients before the check. DDP with a static graph does not reduce them in
+            its first backward, so the caller must set this flag after that backward.
     """
     reducer: Any = wrapper.reducer
     if reduces_all:
@@ -368,7 +368,7 @@ def can_compile_checkpointed_collectives() -> bool:
 
 
 def is_in_backward() -> bool:
-    """Return whether the caller runs inside a backward. If so, a forward recomputes checkpointed activations."""
+    """Return whether the caller runs inside a backward, where every forward recomputes checkpointed activations."""
     return torch._C._current_graph_task_id() != -1
 
 

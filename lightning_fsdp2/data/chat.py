@@ -37,7 +37,7 @@ class ChatDataModule(SequenceDataModule):
     Several whole conversations are packed into a sequence. ``position_ids`` restart at each conversation, so that no
     conversation attends to another. The model's attention must respect ``position_ids``; ``CausalLM`` rejects models
     with other attention. Flash attention respects ``position_ids`` only at ``batch_size=1`` or under context
-    parallelism. Conversations longer than a sequence are truncated, and a warning says how many they are.
+    parallelism. Conversations longer than a sequence are truncated, and a warning says how many were truncated.
 
     One process per node tokenises the data, in ``prepare_data``. All other processes, and later runs with the same
     data, tokenizer, template and options, find the result in the cache of the ``datasets`` library. A resumed run
@@ -73,8 +73,8 @@ class ChatDataModule(SequenceDataModule):
         test_path: Conversations for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all the data and keeps its share. A resumed run reads the data that it has already
-            trained on once more, and skips it.
+            store. Every rank reads all the data and keeps its share. A resumed run reads the data from the beginning,
+            and skips the part on which it has already been trained.
         shuffle: Whether to train on the sequences in a different order in each epoch.
         shuffle_buffer: Size of the buffer with which a stream is shuffled, in conversations.
         seed: Seed of the order and of the choice of conversations for validation.
@@ -170,7 +170,7 @@ class ChatDataModule(SequenceDataModule):
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # if some rows are no conversations or all answers are empty, raise that more helpful error instead
+            # if rows are not conversations, or all answers are empty, an error about that helps more
             _refuse_empty(self._tokenize(rows), "training")
             raise
 

@@ -42,7 +42,7 @@ class ResumableSampler(DistributedSampler[int]):
         rank: Number of this rank.
         shuffle: Whether to shuffle the samples in a different order in each epoch.
         seed: Seed with which the samples are shuffled.
-        drop_last: Whether to leave out the last samples, instead of repeating some, if they do not fill all ranks.
+        drop_last: Whether to leave out the last samples, instead of repeating some, if ranks would get unequal numbers.
         multiple_of: Size of a group of samples over all ranks, a multiple of ``num_replicas``. An epoch consists of
             whole groups. Samples at the end of the epoch that do not fill a group are left out.
     """
@@ -152,7 +152,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return the restored position as a number of batches of the current size, or None if none was restored."""
+        """Return the restored position as a number of batches of the current size, or None if no position was restored."""
         if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
@@ -194,7 +194,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
             # When a run resumes, Lightning may fetch one batch and then iterate again from the same position.
-            # The position of the next epoch therefore holds only from the second batch on.
+            # The next iteration therefore starts a new epoch only if this one has reached its second batch.
             if number == 1:
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
@@ -209,7 +209,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return the restored position as a number of batches of the current size, or None if none was restored."""
+        """Return the restored position as a number of batches of the current size, or None if no position was restored."""
         if self._restored_samples is None:
             return None
         return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)

@@ -50,7 +50,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         cache_dir: Directory in which to keep tokenised text. Default: the cache of the ``datasets`` library.
 
     Raises:
-        ValueError: In ``setup``, when ``global_batch_size`` is not a multiple of ``batch_size`` times the ranks.
+        ValueError: In ``setup``, when ``global_batch_size`` does not give a whole number of micro-batches.
     """
 
     train_dataset: Dataset | SequenceStream
@@ -363,7 +363,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._build_dataloader(self.train_dataset, sampler)
 
     def val_dataloader(self) -> ResumableDataLoader | list[ResumableDataLoader]:
-        """Return this rank's validation batches, as many as on every rank, or an empty list without validation."""
+        """Return this rank's validation batches (the same number on each rank), or an empty list without validation."""
         if self.validation_dataset is None:
             return []
         return self._build_evaluation_dataloader(self.validation_dataset)
@@ -390,7 +390,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of data parallel ranks (ranks that share a batch count as one), and this rank's index."""
-        # Every strategy for several processes sets `distributed_sampler_kwargs`; they count model parallel ranks once.
+        # Every strategy for several processes sets `distributed_sampler_kwargs`, which count data parallel ranks only.
         sampler_settings = self.trainer.distributed_sampler_kwargs if self.trainer else None
         if sampler_settings is None:
             return 1, 0

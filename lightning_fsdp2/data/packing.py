@@ -91,7 +91,7 @@ def pack_documents(
     split: str = "training",
     remedy: str = "use shorter sequences or more text",
 ) -> Dataset:
-    """Tokenise documents, end each with the end-of-text token, join them to a stream and cut the stream into sequences.
+    """Tokenise documents, end each with the end-of-text token, join them into a stream and cut it into sequences.
 
     Tokens at the end of the stream that do not fill a sequence are dropped. Padding would need a pad token, and a
     padded sequence would weigh less than the other sequences in its batch.
@@ -131,7 +131,7 @@ def pack_documents(
 
 
 class PackedStream:
-    """Stream of sequences, packed like those of :func:`pack_documents` from a stream of documents, again in each pass.
+    """Stream of sequences that each pass packs from a stream of documents, by the rules of :func:`pack_documents`.
 
     Args:
         documents: Stream with the column ``text``.
@@ -157,7 +157,7 @@ class PackedStream:
         self._tokens.set_epoch(epoch)
 
     def iter(self, batch_size: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
-        """Read ``batch_size`` documents at a time, and yield the completed sequences, [number, sequence_length]."""
+        """Yield the packed sequences of ``batch_size`` documents at a time, of shape [number, sequence_length]."""
         packer = _Packer(self._sequence_length, self._columns)
         yield from map(packer, self._tokens.iter(batch_size))
 

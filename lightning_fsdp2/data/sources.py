@@ -158,7 +158,7 @@ def load_documents(
     Args:
         source: Files, as from :func:`find_files`, or a dataset.
         text_column: Column of datasets, JSON and Parquet files that contains the documents.
-        streaming: Whether to read documents on demand, once more in each pass.
+        streaming: Whether to read documents on demand, from the beginning in each pass.
         cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
@@ -276,7 +276,7 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
     Args:
         source: Files, as from :func:`find_files`, or a dataset. A ``.parquet`` file contains a table, and a ``.json``
             file that begins with ``[`` contains a list of objects. Any other file contains one object per line.
-        streaming: Whether to read rows on demand, once more in each pass.
+        streaming: Whether to read rows on demand, from the beginning in each pass.
         cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:

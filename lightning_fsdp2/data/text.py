@@ -61,8 +61,8 @@ class TextDataModule(SequenceDataModule):
         test_path: Documents for ``trainer.test`` and ``trainer.predict``, like ``path``.
         test_split: Part of ``dataset`` for ``trainer.test`` and ``trainer.predict``.
         streaming: Whether to read, tokenise and pack the training data while training, for data that is too large to
-            store. Every rank reads all the data and keeps its share. A resumed run reads the data that it has already
-            trained on once more, and skips it.
+            store. Every rank reads all the data and keeps its share. A resumed run reads the data from the beginning,
+            and skips the part on which it has already been trained.
         shuffle: Whether to train on the sequences in a different order in each epoch.
         shuffle_buffer: Size of the buffer with which a stream is shuffled, in documents.
         seed: Seed of the order and of the choice of documents for validation.

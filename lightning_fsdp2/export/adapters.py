@@ -77,7 +77,7 @@ class _Merge:
         (self._adapter,) = weights.description["adapters"]
         model: Any = weights.skeleton
         self._sources = {name: self._get_trained(source) for source, name in get_plain_names(model).items()}
-        # path of the peft layer around each tensor's module, or an empty text if there is none
+        # path of the peft layer around each tensor's module, or an empty string if there is none
         paths = {name: source.rpartition(_BASE)[0] for name, source in self._sources.items()}
         self._layers: dict[str, Any] = {name: model.get_submodule(path) for name, path in paths.items() if path}
         self._paths = paths

@@ -58,7 +58,7 @@ class Weights:
 
 
 def open_module(module: nn.Module, path: str | None) -> Weights:
-    """Return access to the tensors of the Hugging Face model at ``path`` in ``module``, which may be sharded.
+    """Open the Hugging Face model at ``path`` in ``module``, which may be sharded, for reading its tensors.
 
     Raises:
         TypeError: When ``module`` contains no such model.
@@ -85,7 +85,7 @@ def open_checkpoint(
     verify: bool,
     trust: bool,
 ) -> Weights:
-    """Return access to the tensors of the Hugging Face model at ``model`` in a checkpoint.
+    """Open the Hugging Face model at ``model`` in a checkpoint, for reading its tensors.
 
     Frozen weights that the checkpoint leaves out are read from the files of the pretrained model.
 

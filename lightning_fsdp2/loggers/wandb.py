@@ -204,7 +204,7 @@ class WandbLogger(loggers.WandbLogger):
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
-        if run.step < self._first_row:  # an offline W&B does not know its last row
+        if run.step < self._first_row:  # offline, W&B does not know the run's last row
             run.log({}, step=self._first_row)
         run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call it too
         return run

@@ -54,7 +54,7 @@ class FSDP2Manager:
         return parallelize_with_fsdp2(model, self.device_mesh, self.config, materializes=materializes)
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Compile the layers of a model that was sharded by other code, if the config has ``enable_compile``.
+        """Compile the layers of a sharded model that is not compiled yet, if the config has ``enable_compile``.
 
         :meth:`parallelize` already compiles the models that it shards. This method does nothing to a compiled model.
 

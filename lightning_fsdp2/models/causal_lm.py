@@ -1,4 +1,4 @@
-"""LightningModule that trains Hugging Face causal language models. A YAML file can configure it without other code."""
+"""LightningModule that trains Hugging Face causal language models. It can be configured in YAML alone."""
 
 import logging
 from collections.abc import Sequence
