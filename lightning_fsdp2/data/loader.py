@@ -152,7 +152,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return the restored position as a number of batches of the current size, or None if no position was restored."""
+        """Return the restored position in batches of the current size, or None if no position was restored."""
         if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
@@ -209,7 +209,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return the restored position as a number of batches of the current size, or None if no position was restored."""
+        """Return the restored position in batches of the current size, or None if no position was restored."""
         if self._restored_samples is None:
             return None
         return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)

@@ -80,7 +80,7 @@ def build_file_layout(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
-        get_storage_id=_get_storage_id,  # to put tensors that share a storage into one file
+        get_storage_id=_get_storage_id,  # tensors that share a storage go into the same file
     )
     return FileLayout(
         dtype=next(spec.dtype for spec in kept.values() if spec.is_floating_point()),

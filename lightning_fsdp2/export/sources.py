@@ -131,7 +131,7 @@ def open_checkpoint(
         stored = {name: prefix + name for name in own if name not in tensors}
         whole = read_whole_tensors(path, list(stored.values()), verify=verify, trust=trust) if stored else {}
         tensors |= {name: whole.pop(key) for name, key in stored.items()}
-        # `pop` drops each tensor before the converted copy of the next tensor is made, which saves memory
+        # `pop` lets each tensor be freed once it is converted, so that not all tensors are in memory twice
         return {name: tensors.pop(name).to(dtype) for name, dtype in own.items()}
 
     return Weights(skeleton=skeleton, description=description, specs=specs, read=read, adapted=adapted)
@@ -198,7 +198,7 @@ class _Gather:
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # raise it after the last gather, in which all ranks must take part
+                except Exception as error:  # raise it after the loop, since every gather needs all ranks
                     gathered, failure = {}, error
         if failure is not None:
             raise failure

@@ -149,7 +149,7 @@ class WandbLogger(loggers.WandbLogger):
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
-            self._set_id(secrets.token_hex(4))  # now, since ModelCheckpoint's directory contains the id
+            self._set_id(secrets.token_hex(4))  # the directory of ModelCheckpoint is named after the id
 
     def release(self) -> None:
         """Allow the run to start, after :meth:`hold` has postponed the start."""
@@ -196,7 +196,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if self.save_dir and mode != "disabled":
-            os.makedirs(self.save_dir, exist_ok=True)  # if it did not exist, W&B would write elsewhere
+            os.makedirs(self.save_dir, exist_ok=True)  # if the directory is missing, W&B writes elsewhere
         # write rows to disk often, so that a killed job does not lose rows from before its last checkpoint
         has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
         settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}

@@ -326,7 +326,7 @@ class CausalLM(LightningModule):
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule changes it
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule changes the rate
 
     def configure_gradient_clipping(
         self,

@@ -76,15 +76,15 @@ def load_from_checkpoint(
         return cast(T, load_from_state(cls, checkpoint, **kwargs))
     left_out = checkpoint.pop(LEFT_OUT_KEY, [])
     is_strict = strict
-    if left_out:  # the missing weights are in the pretrained files
+    if left_out:  # these weights are loaded later, from the pretrained files
         strict = False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module: Any = load_from_state(cls, checkpoint, strict=strict, **kwargs)
-        if is_meta(module):  # the weights could not be copied to the meta device
+        if is_meta(module):  # weights cannot be copied to the meta device
             strict = module.strict_loading if strict is None else strict
-            if not strict:  # the pretrained files have the weights that the checkpoint lacks
+            if not strict:  # weights that the checkpoint lacks are in the pretrained files
                 load_pretrained(module, torch.device("cpu"))
             materialize(module, torch.device("cpu"))
             module.load_state_dict(checkpoint["state_dict"], strict=strict)

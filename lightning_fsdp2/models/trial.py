@@ -101,7 +101,7 @@ def _try(config: "PretrainedConfig") -> Trial:
         raise ValueError("It is too large.")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)  # unlike `torch.manual_seed`, not on accelerators
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed accelerators too
         model = build_model(config, on_meta=False, **options).eval()
         for weight in model.parameters():
             if weight.ndim > 1:  # with small weights, attention would be almost uniform
