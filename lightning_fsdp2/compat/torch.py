@@ -320,7 +320,7 @@ def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def is_backward_graph(graph: torch.fx.Graph) -> bool:
-    """Return whether ``graph`` computes a backward, in which AOTAutograd names the gradient inputs ``tangents``."""
+    """Return whether ``graph`` computes a backward: AOTAutograd then names its gradient inputs ``tangents``."""
     return any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
 
 

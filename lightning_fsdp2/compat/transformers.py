@@ -50,7 +50,7 @@ def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractCont
 
 
 class _AssumeAgain(AbstractContextManager[None]):
-    """Reusable form of :func:`assume_unpacked_sequences`, for graphs that are recomputed in several backwards."""
+    """Version of :func:`assume_unpacked_sequences` that can be entered once for each of several recomputations."""
 
     def __enter__(self) -> None:
         self.context = assume_unpacked_sequences()

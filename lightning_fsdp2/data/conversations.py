@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # `datasets` caches results by the names and arguments of the functions in this file, not by their code.
-# If you change what a function returns, rename it, so that `datasets` does not use an old result.
+# Rename a function in this file if you change its result, so that `datasets` does not use an old result.
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message can have."""

@@ -469,7 +469,7 @@ def split_in_two(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dat
 
 
 def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_replicas: int) -> str:
-    """Return an error message that lists the nearest batch sizes with a whole number of micro-batches."""
+    """Return an error message that lists the nearest batch sizes that give a whole number of micro-batches."""
     micro = batch_size * num_replicas
     below = global_batch_size // micro * micro
     sizes = [f"global_batch_size={size}" for size in (below, below + micro) if size]

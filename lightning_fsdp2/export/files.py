@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """Layout of a stored model in files and tensors."""
+    """Description of how a model is stored: in which files, and as which tensors."""
 
     dtype: torch.dtype
     """Dtype of the model: that of its first floating-point tensor."""
@@ -131,7 +131,10 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Dispatch mode that records from which of ``tensors`` each result of an operation is computed, by storage."""
+    """Dispatch mode that records from which of ``tensors`` each result of an operation is computed.
+
+    The mode identifies tensors by their storages.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()

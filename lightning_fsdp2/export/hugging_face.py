@@ -267,7 +267,7 @@ def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
 
 
 def _write_round(folder: Path, weights: Weights, layout: FileLayout, files: Sequence[tuple[str, list[str]]]) -> None:
-    """Gather the tensors of the given files, of which each rank gets one at most. Then write this rank's file."""
+    """Gather the tensors of one file per rank (in the last round, maybe of fewer files), and write this rank's file."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]

@@ -131,7 +131,7 @@ class CausalLM(LightningModule):
                 " CausalLM does not add to its own loss; leave it out, or write a LightningModule that returns"
                 " `model(...).loss`."
             )
-        self.model = None  # `configure_model` builds the model, because it is called once the mesh exists
+        self.model = None  # `configure_model`, which Lightning calls once the mesh exists, builds the model
         self._logits_tail: LogitsTail | None = None
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer

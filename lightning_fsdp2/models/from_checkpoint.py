@@ -65,7 +65,7 @@ def load_from_checkpoint(
             objects and is not trusted. For a different model, the message lists missing and unexpected keys.
     """
     if not (isinstance(cls, type) and issubclass(cls, LightningModule | LightningDataModule)):
-        raise TypeError(f"load_from_checkpoint(cls={cls!r}) builds LightningModules and LightningDataModules only.")
+        raise TypeError(f"load_from_checkpoint(cls={cls!r}): pass a class of LightningModules or LightningDataModules.")
     if trust_checkpoint and weights_only:
         raise ValueError("trust_checkpoint=True allows objects that weights_only=True rejects; leave one of them out.")
     is_trusted = trust_checkpoint if weights_only is None else not weights_only
