@@ -283,7 +283,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Return the number of micro-batches per step that ``global_batch_size`` needs on ``num_replicas`` ranks.
 
         Raises:
-            ValueError: When the number of micro-batches is not whole. The message names sizes that work.
+            ValueError: When this is not a whole number. The message lists batch sizes that work.
         """
         if self.global_batch_size is None:
             return 1

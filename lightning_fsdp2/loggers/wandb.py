@@ -107,7 +107,7 @@ class WandbLogger(loggers.WandbLogger):
     @property
     @override
     def experiment(self) -> "Run":
-        """W&B's run, or a stand-in that does nothing, on ranks other than 0 and until :meth:`release`."""
+        """W&B's run. On ranks other than 0, and until :meth:`release`, a stand-in that does nothing."""
         if rank_zero_only.rank > 0 or (self._is_held and self._experiment is None):  # type: ignore[attr-defined]
             return _StandIn()
         if self._experiment is None:

@@ -24,7 +24,7 @@ class DDPManager:
             with one axis.
 
     Raises:
-        ValueError: When the mesh has axes other than data parallel ones.
+        ValueError: When not all ranks of the mesh are data parallel.
 
     Example::
 
