@@ -1,12 +1,12 @@
 """Context parallelism: each rank computes a part of every sequence (https://arxiv.org/abs/2411.01783).
 
-A Hugging Face model is still called with whole sequences. Its forward selects this rank's positions from every argument
-that has a value per position. It runs on them as on a shorter sequence with explicit position ids. Only attention sees
-the whole sequence; see :mod:`~lightning_fsdp2.parallel.context.attention`.
+Callers still pass whole sequences to a Hugging Face model. The model's forward selects this rank's positions from every
+argument that has a value per position, and computes only these positions, with explicit position ids. Only attention
+sees the whole sequence; see :mod:`~lightning_fsdp2.parallel.context.attention`.
 
 Labels are shifted before they are split, and the model returns the loss over all positions. Other results, such as
-``logits``, cover only this rank's positions. :func:`shard_sequence` selects the same positions from any other tensor,
-and :func:`gather_sequence` joins the results of all ranks.
+``logits``, cover only this rank's positions. :func:`shard_sequence` selects this rank's positions from any other
+tensor, and :func:`gather_sequence` joins the results of all ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,11 +51,11 @@ def apply_context_parallel(
         group: Process group of the context parallel ranks.
         method: ``"allgather"``, ``"ulysses"``, or ``"auto"``, which chooses ``"ulysses"`` if it moves less data and the
             heads can be divided over the ranks.
-        inputs: Further tensor arguments of the models' forwards, with the dim of the positions in each. None for a
-            tensor that stays whole.
-        tp_size: Number of tensor parallel ranks. The heads are already divided over them.
-        sequence_parallel: Whether the tensor parallel ranks split this rank's part of the sequence further.
-        assumes_unpacked: Whether position ids are known never to restart. They are not searched for documents then.
+        inputs: Names of additional tensor arguments of the models' forwards, each with its sequence dim, or with None
+            if the tensor stays whole.
+        tp_size: Number of tensor parallel ranks, over which the attention heads are already divided.
+        sequence_parallel: Whether the tensor parallel ranks further split this rank's part of the sequence.
+        assumes_unpacked: Whether to assume that position ids never restart, and skip the search for packed documents.
 
     Raises:
         ValueError: If there is no Hugging Face model, if a model's layers mix positions by means other than
@@ -77,7 +77,7 @@ def apply_context_parallel(
             divisor=2 * group.size() * (tp_size if sequence_parallel else 1),
             assumes_unpacked=assumes_unpacked,
         )
-        # the base model may also be called directly
+        # also wrap the base model, because the user may call it directly
         called = [inner for inner in parts.hf_models if get_optional_embedding(inner) is not None]
         for inner in called:
             inner.__dict__[_ATTRIBUTE] = sharding
@@ -89,26 +89,29 @@ def apply_context_parallel(
 
 
 def activate_context_parallel(model: nn.Module) -> None:
-    """Split the sequences of the models again, after :func:`deactivate_context_parallel`."""
+    """Reactivate context parallelism after :func:`deactivate_context_parallel`.
+
+    The Hugging Face models in ``model`` then split their input sequences over the ranks again.
+    """
     for sharding in _get_shardings(model):
         sharding.activate()
 
 
 def deactivate_context_parallel(model: nn.Module) -> None:
-    """Make the models compute whole sequences on every rank, with their original attention."""
+    """Deactivate context parallelism, so that the models compute whole sequences with their original attention."""
     for sharding in _get_shardings(model):
         sharding.deactivate()
 
 
 def shard_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
-    """Return the part of ``tensor`` at the positions that this rank computes in the forward of ``model``.
+    """Return the part of ``tensor`` for the positions that this rank computes in the forward of ``model``.
 
-    Without context parallelism, this is the whole tensor.
+    Without context parallelism, this function returns the whole tensor.
 
     Args:
         model: A Hugging Face model, or a module that contains one.
-        tensor: Tensor with a value per position of the whole sequence along ``dim``.
-        dim: Dim of the sequence.
+        tensor: Tensor with a value for each position of the whole sequence along ``dim``.
+        dim: Sequence dim of ``tensor``.
     """
     sharding = get_optional_sharding(model)
     return tensor if sharding is None else sharding.shard(tensor, dim)
@@ -122,7 +125,7 @@ def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
     Args:
         model: A Hugging Face model, or a module that contains one.
         tensor: Result of the model, such as logits, with a value for each of this rank's positions along ``dim``.
-        dim: Dim of the sequence.
+        dim: Sequence dim of ``tensor``.
 
     Returns:
         The result for the whole sequence, in the order of its positions. In backward, the gradients of all ranks are
@@ -133,7 +136,10 @@ def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
 
 
 def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
-    """Return the sum of ``tensor`` over the ranks that share the model's sequences. The sum has no gradient."""
+    """Return the sum of ``tensor`` over the ranks that share the model's sequences.
+
+    No gradient flows through the sum.
+    """
     sharding = get_optional_sharding(model)
     if sharding is None:
         return tensor
@@ -143,7 +149,7 @@ def sum_over_positions(model: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def get_optional_sharding(model: nn.Module) -> "SequenceSharding | None":
-    """Return the sharding of the first model inside ``model`` that splits its sequences, or None."""
+    """Return the active :class:`SequenceSharding` of the first context parallel model in ``model``, or None."""
     return next((sharding for sharding in _get_shardings(model) if sharding.is_active), None)
 
 

@@ -3,13 +3,15 @@
 Sequences are split over the ranks of a group. There are two methods of attending to whole sequences:
 
 - ``allgather``: each rank holds two chunks (:func:`get_head_tail_chunks`) and gathers the keys and values of all ranks.
-  Only key-value heads are communicated. The traffic does not decrease when the number of ranks increases.
-- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk with all heads. An all-to-all exchanges this
-  chunk for the whole sequence with some of the heads. A second all-to-all reverses the exchange for the result.
+  Only key-value heads are communicated. The traffic per rank does not decrease when the number of ranks increases.
+- ``ulysses`` (https://arxiv.org/abs/2309.14509): each rank holds one chunk with all heads. Before attention, an
+  all-to-all redistributes the data, so that each rank holds the whole sequence for some of the heads. After attention,
+  a second all-to-all redistributes the result in the opposite direction.
 
-A model makes its mask once per forward and passes it to each layer, and the layer passes it to the attention function.
-Here a :class:`SequenceMask` replaces the mask tensor. It says which keys each query sees, in positions of the whole
-sequence, and which process group holds the sequence. Activation checkpointing keeps the mask for the recomputation.
+A model builds its mask once per forward and passes the mask to each layer, and each layer passes it to the attention
+function. In context parallel models, a :class:`SequenceMask` replaces the mask tensor. It says which keys of the whole
+sequence each query sees, and which process group holds the sequence. Activation checkpointing keeps this object for the
+recomputation.
 """
 
 import sys
@@ -67,13 +69,15 @@ class SequenceMask:
     group: dist.ProcessGroup
 
     def __getitem__(self, index: tuple[slice, ...]) -> "SequenceMask":
-        """Return the whole mask. Gemma 4 selects the last ``logits_to_keep`` queries of its mask, where 0 means all.
+        """Return the whole mask, which is allowed only if ``index`` selects everything.
+
+        Gemma 4 needs this: it selects the last ``logits_to_keep`` queries of its mask, where 0 means all queries.
 
         Raises:
-            TypeError: If the index selects only a part.
+            TypeError: If ``index`` selects only a part of the mask.
         """
         if any(part not in (slice(None), slice(0, None)) for part in index):
-            raise TypeError(f"{type(self).__name__} has no part {index}")
+            raise TypeError(f"{type(self).__name__} cannot be indexed with {index}, which selects only a part of it")
         return self
 
 
@@ -106,19 +110,19 @@ def run_sharded(
     method: Method,
     group: dist.ProcessGroup,
 ) -> Iterator[set[nn.Module]]:
-    """Make the masks that models build inside the block cover whole sequences.
+    """Make models build masks and compute attention for whole sequences inside the block.
 
     Yields:
-        The set of modules that have called attention over the whole sequence inside the block. Compiled code is not
-        observed.
+        The set of modules that have called attention over the whole sequence inside the block. It grows while the
+        block runs. Calls in compiled code are not recorded.
 
     Args:
         model: Name of the model, for messages.
         positions: [..., length], position ids of the whole sequences.
         batch_size: Number of sequences.
-        documents: Documents of the sequences. Positions of different documents do not see each other. None if each
-            sequence is one document.
-        padding: [batch, length], bool: True for positions that see nothing. None without padding.
+        documents: Packed documents in the sequences. Attention does not cross the borders between documents. None if
+            each sequence is one document.
+        padding: [batch, length], bool: True for padding, whose positions attend to no keys. None without padding.
         method: Method of attending to whole sequences.
         group: Process group of the ranks over which the sequences are split.
     """
@@ -131,27 +135,27 @@ def run_sharded(
 
 
 def is_running_sharded() -> bool:
-    """Return whether the current code runs inside :func:`run_sharded`."""
+    """Return whether the caller is inside a :func:`run_sharded` block."""
     return _running.get() is not None
 
 
 def get_optional_whole_positions() -> Tensor | None:
-    """Return the position ids of the whole sequences inside :func:`run_sharded`; None outside it."""
+    """Return the position ids of the whole sequences, or None outside a :func:`run_sharded` block."""
     running = _running.get()
     return running.positions if running is not None else None
 
 
 def install_attention(config: Any) -> None:
-    """Make modules with this config call context parallel attention inside :func:`run_sharded`.
+    """Make modules with this config call context parallel attention inside a :func:`run_sharded` block.
 
-    Outside it, they still call their original attention.
+    Outside such a block, the modules still call their original attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     _uses[id(config)] += 1
     original = get_attention(config)
     if isinstance(original, _AttentionName):
-        return  # it is already installed, as several models share one config object
+        return  # another model with the same config object has already installed the attention
     name = _AttentionName(original)
     AttentionInterface.register(name, _Attention(original))
     AttentionMaskInterface.register(name, _Mask(original))
@@ -160,7 +164,10 @@ def install_attention(config: Any) -> None:
 
 
 def uninstall_attention(config: Any) -> None:
-    """Undo one call of :func:`install_attention`; the last undo restores transformers completely."""
+    """Undo one call of :func:`install_attention` for this config.
+
+    Only after the last such call is undone does the config get its original attention back.
+    """
     _uses[id(config)] -= 1
     if _uses[id(config)]:
         return
@@ -174,16 +181,16 @@ def uninstall_attention(config: Any) -> None:
 
 
 class _AttentionName(str):
-    """Name under which attention is registered. A copied or pickled name becomes the name of the original attention.
+    """Name under which context parallel attention is registered in transformers.
 
-    Saved hyperparameters contain configs, and configs contain this name. A process that loads them may not have
-    registered it.
+    Copying or pickling the name gives the name of the original attention. Saved hyperparameters may contain a config
+    with this name, and the process that loads them may not have registered context parallel attention.
     """
 
     original: str
 
     def __new__(cls, original: str) -> "_AttentionName":
-        # if the name contained "flash", models would prepare arguments that only flash attention takes
+        # replace "flash", because models prepare arguments that only flash attention takes if the name contains it
         name = super().__new__(cls, f"{_PREFIX}{original.replace('flash', 'fused')}")
         name.original = original
         return name
@@ -193,7 +200,7 @@ class _AttentionName(str):
 
 
 class _Mask:
-    """Mask function that makes a :class:`SequenceMask` instead of a mask tensor."""
+    """Mask function for transformers that builds a :class:`SequenceMask` instead of a mask tensor."""
 
     def __init__(self, original: str) -> None:
         self.original = original
@@ -207,8 +214,8 @@ class _Mask:
             return original(*args, mask_function=mask_function, **kwargs)
         if kwargs.get("use_vmap"):
             raise ValueError(
-                f"cp_size={running.group.size()}: {running.model} changes the causal mask with a function of its own,"
-                " which may read tensors that are split over the ranks. Use cp_size=1 for this model."
+                f"cp_size={running.group.size()}: {running.model} modifies the causal mask with its own function, which"
+                " may read tensors that are split over the ranks. Use cp_size=1 for this model."
             )
         with with_values():
             window = _get_window(mask_function, running)
@@ -227,7 +234,11 @@ def _make_mask(pattern: Pattern, running: _Forward) -> SequenceMask:
 
 
 def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | None:
-    """Return the sliding window of a mask; None for a causal mask without a window."""
+    """Return the size of a causal mask's sliding window, or None if every query sees all earlier keys.
+
+    Raises:
+        ValueError: If the mask is not causal, or restricts the keys in any other way than by a sliding window.
+    """
     try:
         key = _describe(mask_function)
     except TypeError:
@@ -243,9 +254,12 @@ def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | N
 
 
 def _describe(value: Any) -> Hashable:
-    """Describe a mask function by its code and the constants in its closure, so that equal functions compare equal.
+    """Return a description that is equal for mask functions with the same code and the same constants.
 
-    Models make a new function for each forward, so the functions themselves cannot be compared.
+    Models create a new mask function for each forward, and Python never considers two function objects equal.
+
+    Args:
+        value: A mask function, or a value in the closure of one.
 
     Raises:
         TypeError: If the function depends on anything else, such as a tensor, or does not belong to transformers.
@@ -258,12 +272,12 @@ def _describe(value: Any) -> Hashable:
         return tuple(map(_describe, value))
     if isinstance(value, FunctionType) and value.__globals__ is vars(masking_utils) and not value.__defaults__:
         return (value.__code__, *(_describe(cell.cell_contents) for cell in value.__closure__ or ()))
-    raise TypeError(f"{value!r} is neither a constant nor a function of transformers")
+    raise TypeError(f"{value!r} is neither a constant integer nor a mask function defined in transformers")
 
 
 @dataclass(frozen=True)
 class _MaskFunction:
-    """Mask function that is equal to any other mask function with the same description, for caching."""
+    """Mask function as a cache key. Two keys are equal if the descriptions of their functions are equal."""
 
     description: Hashable
     compute: Callable[..., Any] = field(compare=False)
@@ -275,9 +289,9 @@ def _find_window_once(function: _MaskFunction, length: int) -> int | None:
 
 
 def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
-    """Find the sliding window of a causal mask, by checking which keys a few queries see.
+    """Find the size of a causal mask's sliding window, by checking which keys a few queries see.
 
-    Return ``length`` for a causal mask without a window, and None for a mask of any other kind.
+    Return ``length`` for a causal mask without a window, and None for a mask that is neither of these two kinds.
     """
     last, keys = length - 1, torch.arange(length)
 
@@ -288,13 +302,16 @@ def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
-    except (IndexError, RuntimeError):  # the mask function reads tensors that are split, or that are on the device
+    except (IndexError, RuntimeError):  # raised by functions that read tensors which are split or are on the device
         return None
     return window if is_window else None
 
 
 class _Attention:
-    """Attention function that covers the whole sequence if its mask is a :class:`SequenceMask`."""
+    """Attention function for transformers.
+
+    With a :class:`SequenceMask`, it attends to the whole sequence. With any other mask, it calls the original function.
+    """
 
     def __init__(self, original: str) -> None:
         self.original = original
@@ -344,7 +361,7 @@ def _attend_exchanged(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all that splits tensors over the ranks along one dim, and joins the parts of all ranks along another."""
+    """Differentiable all-to-all that splits tensors along one dim, and joins the received parts along another dim."""
 
     @staticmethod
     def forward(
@@ -362,7 +379,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(
     split_dim: int, join_dim: int, group: dist.ProcessGroup, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Exchange the parts of several tensors between the ranks in one all-to-all."""
+    """Split several tensors along one dim, exchange the parts in one all-to-all, and join them along another dim."""
     shards = [torch.stack(tensor.chunk(group.size(), split_dim)) for tensor in tensors]
     received = all_to_all_tensor(torch.cat([shard.flatten(1) for shard in shards], 1), group)
     parts = received.split([shard[0].numel() for shard in shards], 1)
@@ -381,7 +398,7 @@ def _check_not_sharded(module: nn.Module) -> None:
     if running is not None:
         raise ValueError(
             f"cp_size={running.group.size()}: {get_class_name(module)} of {running.model} got no mask, or a mask that"
-            " was not made by transformers' mask functions. Use cp_size=1 for this model."
+            " was not built by transformers' mask functions. Use cp_size=1 for this model."
         )
 
 
@@ -390,8 +407,8 @@ def _check_positions(module: nn.Module, query: Tensor, key: Tensor, mask: Sequen
     if not query.size(2) == key.size(2) == mask.length // ranks:
         raise ValueError(
             f"cp_size={ranks}: {get_class_name(module)} attends from {query.size(2)} to {key.size(2)} positions, but"
-            f" this rank holds {mask.length // ranks}. The model adds positions (a prefix, registers) or leaves some"
-            " out. Use cp_size=1."
+            f" this rank holds {mask.length // ranks} positions. The model adds positions (a prefix, registers) or"
+            " leaves some out. Use cp_size=1."
         )
 
 
@@ -405,14 +422,14 @@ def _check_arguments(module: nn.Module, ranks: int, arguments: dict[str, Any]) -
         what = f"{', '.join(given)}={arguments[given[0]]!r}" if given else "is_causal=False"
         raise ValueError(
             f"cp_size={ranks}: {get_class_name(module)} calls its attention with {what}, which context parallel"
-            " attention does not support. Set it to zero or None in the model's config, or use cp_size=1."
+            " attention does not support. Disable this feature in the model's config, or use cp_size=1."
         )
 
 
 def _get_function(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return the function that ``module`` calls for an attention implementation of transformers.
+    """Return the function that ``module`` calls for the attention implementation ``name`` of transformers.
 
-    Each model file of transformers has its own function for ``"eager"``.
+    For ``"eager"``, this depends on the module, because each model file of transformers defines its own function.
     """
     from transformers import AttentionInterface
 
@@ -423,5 +440,6 @@ def _get_function(module: nn.Module, name: str) -> Callable[..., Any]:
 
 def _has_no_function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     raise ValueError(
-        f"{get_class_name(module)} has no attention function of transformers; use attn_implementation='sdpa'."
+        f"{get_class_name(module)}: the file that defines this class has no `eager_attention_forward`; use"
+        " attn_implementation='sdpa'."
     )

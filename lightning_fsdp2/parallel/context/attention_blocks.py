@@ -1,11 +1,12 @@
-"""Blocks of queries and keys, into which attention is cut so that fused kernels can compute it.
+"""Blocks of queries and keys, into which attention is divided so that fused kernels can compute it.
 
-In a *dense* block, all queries see all keys, or the n-th query sees the first n keys, or a mask says which keys each
-query sees.
+There are two types of blocks:
 
-A block of *segments* is for packed documents and sliding windows. Each of its segments is a run of queries with keys of
-its own, in the form that variable-length kernels take. One kernel call computes only the pairs of queries and keys that
-attention needs, for any number of documents and any window.
+- In a *dense* block, every query sees all keys of the block, or the n-th query sees the first n keys, or a mask says
+  which keys each query sees.
+- A block of *segments* is for packed documents and sliding windows. A segment is a run of consecutive queries, together
+  with the keys that these queries may see. Variable-length attention kernels take the segments of a block in one call.
+  They skip all pairs of a query and a key that attention does not need, for any number of documents and any window.
 """
 
 from bisect import bisect_right
@@ -25,18 +26,20 @@ class Documents:
     """Documents in the sequences of a batch. Only positions of the same document see each other."""
 
     starts: tuple[tuple[int, ...], ...] | None
-    """Positions where documents begin, for each sequence; the first is 0. None if a document is in several pieces."""
+    """Start positions of the documents in each sequence; the first one is 0. None if the positions of some document are
+    not consecutive."""
 
     numbers: Tensor | None
-    """[batch, whole sequence]: for each position, the number of its document. None unless ``starts`` is None."""
+    """[batch, whole sequence]: document number of each position. Given only if ``starts`` is None, and otherwise None.
+    """
 
 
 def find_documents(numbers: Tensor, device: torch.device) -> Documents:
-    """Find the documents of a batch, given the number of the document at each position.
+    """Find the documents in the sequences of a batch, given the document number of each position.
 
     Args:
-        numbers: [batch, sequence], in host memory.
-        device: Device of the queries.
+        numbers: [batch, sequence], document number of each position, in host memory.
+        device: Device on which attention will be computed.
     """
     starts = []
     for row in numbers:
@@ -49,7 +52,7 @@ def find_documents(numbers: Tensor, device: torch.device) -> Documents:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Rule for the keys that a query sees: keys of its own document, inside its window, and not after the query."""
+    """Rule for the keys that a query sees: keys in its own document, inside its window, and not after the query."""
 
     window: int | None = None
     """Largest number of keys that a query sees, including its own. None if there is no limit."""
@@ -60,7 +63,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Part of a sequence: the positions from ``start`` up to but not including ``start + length``."""
+    """Contiguous part of a sequence, with the positions ``start`` to ``start + length - 1``."""
 
     start: int
     length: int
@@ -72,17 +75,23 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mask:
-    """Mask of a block. The mask tensor is built whenever it is used, and is not kept in memory."""
+    """Mask of a dense block. The mask tensor is built for each use, and is not kept in memory."""
 
     first: int
-    """Position of the first query, counted like the positions of the keys."""
+    """Position of the block's first query, on the same scale as the positions of the keys."""
 
     window: int
     numbers: Tensor | None = None
     """[batch, sequence], see :attr:`Documents.numbers`. None if each sequence is one document."""
 
     def make(self, rows: int, keys: slice, device: torch.device) -> Tensor:
-        """Build the mask of ``rows`` queries: [1 or batch, 1, rows, keys], bool, True where a query sees a key."""
+        """Build the mask tensor: [1 or batch, 1, rows, keys], bool, True where a query sees a key.
+
+        Args:
+            rows: Number of queries.
+            keys: Positions of the keys.
+            device: Device of the mask tensor.
+        """
         queries = slice(self.first, self.first + rows)
         distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
         distance = distance - torch.arange(keys.start, keys.stop, device=device)
@@ -94,10 +103,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """Block in which all pairs of a query and a key are computed, or all pairs in a triangle."""
+    """Block in which every query sees all keys, the n-th query sees the first n keys, or a mask decides."""
 
     rows: slice
-    """Queries of the block, among those of the rank."""
+    """Queries of the block, as indices among the rank's queries."""
 
     keys: slice
     """Keys of the block, as positions of the whole sequence."""
@@ -110,31 +119,33 @@ class DenseBlock:
 
 @dataclass(frozen=True)
 class SegmentBlock:
-    """Block of segments that follow each other in memory. The queries of a segment only see keys of this segment.
+    """Block of segments, which are adjacent in memory. The queries of a segment only see keys of this segment.
 
-    The last query of a segment sees all its keys, the query before it sees all except the last key, and so on. A window
-    may limit the number further. Values that change with each batch are in tensors, so that compiled code does not
-    depend on them.
+    The last query of a segment sees all keys of the segment, the query before it sees all keys except the last one, and
+    so on. A window may further limit the number of keys. Values that change with each batch are in tensors, so that
+    ``torch.compile`` does not compile them as constants.
     """
 
     rows: slice
-    """Queries of the block, among those of the rank."""
+    """Queries of the block, as indices among the rank's queries."""
 
     key_end: int
-    """End of the keys that the block may need. It is the same in every sequence."""
+    """End of the range of keys that the block may need. It is the same in every sequence."""
 
     key_starts: Tensor
-    """[batch], int64, in host memory: the first key that the block needs of each sequence."""
+    """[batch], int64, in host memory: the position of the first key in each sequence that the block needs."""
 
     query_ends: Tensor
-    """[segments + 1], int32: a zero, then the end of each segment's queries."""
+    """[segments + 1], int32: 0, followed by the cumulative number of queries up to the end of each segment."""
 
     key_ends: Tensor
-    """[segments + 1], int32: a zero, then the end of each segment's keys. Only needed keys are counted."""
+    """[segments + 1], int32: 0, followed by the cumulative number of needed keys up to the end of each segment."""
 
     most_queries: int
+    """Largest number of queries in a segment."""
+
     most_keys: int
-    """Number of keys in the longest segment. ``most_queries`` is the same for queries."""
+    """Largest number of keys in a segment."""
 
     window: int | None
     pairs: int
@@ -145,10 +156,10 @@ Block = DenseBlock | SegmentBlock
 
 
 def get_head_tail_chunks(length: int, rank: int, ranks: int) -> tuple[Chunk, Chunk]:
-    """Return a rank's two chunks of a sequence, one from the head and one from the tail.
+    """Return a rank's two chunks of a sequence: one from the first half, and its mirror image from the second half.
 
-    The sequence is cut into ``2 * ranks`` chunks of equal size. In causal attention, where the n-th query sees n keys,
-    all ranks then have the same amount of work.
+    The sequence is divided into ``2 * ranks`` chunks of equal size. In causal attention, late queries see more keys
+    than early queries. Pairs of an early and a late chunk give all ranks the same amount of work.
     """
     size = length // (2 * ranks)
     return Chunk(rank * size, size), Chunk((2 * ranks - 1 - rank) * size, size)
@@ -160,7 +171,7 @@ def get_blocks(
     """Return the blocks that compute attention for all queries in ``chunks``.
 
     Args:
-        chunks: Chunks of the sequence with the queries, in the order of the queries.
+        chunks: Chunks of the sequence that hold the rank's queries, in the order of the queries.
         pattern: Rule for the keys that a query sees.
         batch_size: Number of sequences.
         device: Device of the queries.
@@ -191,16 +202,16 @@ def _get_causal_blocks(chunk: Chunk, rows: slice) -> Iterator[DenseBlock]:
 def get_masked_blocks(
     rows: slice, first: int, window: int, *, first_key: int = 0, numbers: Tensor | None = None
 ) -> Iterator[DenseBlock]:
-    """Cut queries into blocks of a few queries each, with the keys that are inside their windows.
+    """Divide queries into small blocks, each with a mask and with only the keys that are inside the queries' windows.
 
     Args:
-        rows: Queries to cut, as indices among the rank's queries.
-        first: Position of the first query, counted like the positions of the keys.
+        rows: Queries to divide, as indices among the rank's queries.
+        first: Position of the first query, on the same scale as the positions of the keys.
         window: Largest number of keys that a query sees, including its own.
-        first_key: First key that the queries may see. Earlier keys belong to other segments.
+        first_key: Position of the first key that the queries may see. Earlier keys belong to other segments.
         numbers: [batch, sequence], see :attr:`Documents.numbers`. None if each sequence is one document.
     """
-    # small blocks avoid work outside the window, and large blocks keep the device busy
+    # a compromise: small blocks waste less work on keys outside the window, and large blocks keep the device busy
     size = min(_MASKED_ROWS, max(window // 4, 64))
     for start in range(rows.start, rows.stop, size):
         end = min(start + size, rows.stop)
@@ -240,15 +251,21 @@ def _get_segment_block(
 
 
 def _count_pairs(begin: int, end: int, window: int | None) -> int:
-    """Return the number of pairs of a query and a key for the queries ``begin`` to ``end`` of a document."""
+    """Return the number of query-key pairs that attention computes for a range of a document's queries.
+
+    Args:
+        begin: Index of the first query in the document.
+        end: Index after the last query in the document.
+        window: Largest number of keys that a query sees, including its own. None if there is no limit.
+    """
     if window is None:
         return (begin + 1 + end) * (end - begin) // 2
-    growing = slice(min(begin, window), min(end, window))  # queries that see all keys before them
+    growing = slice(min(begin, window), min(end, window))  # queries that see all earlier keys of the document
     seen = (growing.start + 1 + growing.stop) * (growing.stop - growing.start) // 2
     return seen + window * (end - begin - (growing.stop - growing.start))
 
 
 def _send(numbers: list[int], device: torch.device) -> Tensor:
     tensor = torch.tensor(numbers, dtype=torch.int32)
-    # with pinned memory, the CPU does not wait for the copy
+    # pin the memory, so that the CPU does not wait for the copy to the device
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,12 +1,12 @@
 """Attention from some queries of a sequence to all of its keys, computed block by block.
 
-A rank of a context parallel group holds a few *chunks* of each sequence. The keys that the queries of a chunk may see
-are cut into blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`). The results of the blocks are then
-merged, which gives exactly the result of one softmax over all keys
-(:mod:`~lightning_fsdp2.parallel.context.dense_attention`). Keys that no query may see are skipped.
+A rank of a context parallel group holds one or two *chunks* of each sequence. The chunks' queries and the keys that
+they may see are divided into blocks (:mod:`~lightning_fsdp2.parallel.context.attention_blocks`). Keys that no query may
+see are skipped. The results of the blocks are then merged, which gives exactly the result of one softmax over all keys
+(:mod:`~lightning_fsdp2.parallel.context.dense_attention`).
 
-A learned sink is a score that is part of every softmax but has no value. It is merged like a block that needs no
-computation.
+A learned attention sink is a score that takes part in every softmax but has no value vector. It only sets the initial
+normalizer, into which the results of the blocks are merged.
 """
 
 from typing import Any
@@ -35,19 +35,22 @@ def block_attention(
 ) -> Tensor:
     """Return the attention for the queries in a rank's chunks.
 
-    With a ``group``, keys and values are gathered over the ranks. They are not kept for backward, but gathered again.
+    With a ``group``, forward gathers the keys and values of all ranks. Backward gathers them again, so that they need
+    not be kept in memory.
 
     Args:
         query: [batch, heads, positions of the chunks, dim], float32 or bfloat16.
-        key: [batch, key-value heads, positions, dim]. With a ``group``, these are the positions of the chunks, and
-            otherwise those of the whole sequence.
+        key: [batch, key-value heads, positions, dim]. The positions are those of this rank's chunks if there is a
+            ``group``, and those of the whole sequence otherwise.
         value: [batch, key-value heads, positions, value dim].
         blocks: Blocks of the queries, from :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_blocks`.
         scale: Factor by which scores are multiplied.
-        padding: [batch, positions of the chunks], bool: True for queries whose result is zero. None without padding.
-        sinks: [heads], a score per head that is part of the softmax of every query. None without sinks.
-        group: Process group of the ranks that share the sequence, each with its chunks from
-            :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_head_tail_chunks`.
+        padding: [batch, positions of the chunks], bool: True for padding, for which the result is zero. None without
+            padding.
+        sinks: [heads], a score per head that takes part in the softmax of every query. None without sinks.
+        group: Process group of the ranks that share the sequence. Each rank holds its chunks from
+            :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_head_tail_chunks`. None if this rank holds
+            the keys of the whole sequence.
 
     Returns:
         [batch, heads, positions of the chunks, value dim].
@@ -69,7 +72,7 @@ class _BlockAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         keys, values = _gather(key, value, group)
-        # positions come before heads in memory, because the model needs this order next and would otherwise copy
+        # allocate positions before heads in memory: the caller transposes the result, and would otherwise copy it
         shape = (query.size(0), query.size(2), query.size(1), value.size(-1))
         output = query.new_zeros(shape, dtype=torch.float32).transpose(1, 2)
         normalizer = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
@@ -77,8 +80,8 @@ class _BlockAttention(torch.autograd.Function):
             normalizer[:] = sinks.float()[:, None]
         for block in blocks:
             merge(output, normalizer, block.rows, *_attend(query, keys, values, block, scale))
-        # always a copy: compiled code of torch 2.11 gives no gradient to a tensor that forward has changed in place
-        # (https://github.com/pytorch/pytorch/issues/180642)
+        # copy even if the dtype is already right: if forward has changed the returned tensor in place, code that torch
+        # 2.11 compiles passes it no gradient (https://github.com/pytorch/pytorch/issues/180642)
         result = output.to(query.dtype, copy=True)
         ctx.save_for_backward(query, key, value, sinks, result, normalizer)
         ctx.blocks, ctx.scale, ctx.group = blocks, scale, group
@@ -105,9 +108,11 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute one block, and return the result and its normalizer.
+    """Compute the attention of one block.
 
-    Their shapes are [batch, heads, rows, value dim] and [batch, heads, rows].
+    Returns:
+        The result, [batch, heads, rows, value dim], and the logarithm of the softmax's denominator, [batch, heads,
+        rows].
     """
     if isinstance(block, DenseBlock):
         return attend_dense(query, keys, values, block, scale)
@@ -160,15 +165,20 @@ def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def _take(tensor: Tensor, block: SegmentBlock) -> Tensor:
-    """Return the positions of ``tensor`` that the block may need, as [batch, positions, heads, dim].
+    """Return the keys or values that the block may need.
 
-    The shape of ``tensor`` is [batch, heads, positions, dim].
+    Args:
+        tensor: [batch, heads, positions, dim], keys or values of the whole sequence.
+        block: Block of segments.
+
+    Returns:
+        [batch, positions, heads, dim], a view of ``tensor`` without the positions after the block's last key.
     """
     return tensor[:, :, : block.key_end].transpose(1, 2)
 
 
 def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Gather the keys and values of all ranks, in the order of the sequence."""
+    """Gather the keys and values of all ranks, in the order of their positions in the sequence."""
     if group is None:
         return key, value
     gathered = all_gather_tensor(torch.cat([key, value], -1).movedim(2, 0), 0, group)
@@ -180,8 +190,9 @@ def _gather(key: Tensor, value: Tensor, group: dist.ProcessGroup | None) -> tupl
 def _scatter(key: Tensor, value: Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Sum the gradients of keys and values over the ranks, and return the part for this rank's chunks.
 
-    Each rank rounds its summands once, sends them, and adds up the received summands in float32. A reduce-scatter of
-    the same number of bytes would round after every addition, which matters from 16 ranks on.
+    Each rank rounds its summands once to ``dtype``, sends them, and adds up the received summands in float32. A
+    reduce-scatter in ``dtype`` would send as many bytes, but round after every addition. This loss of precision becomes
+    noticeable at 16 ranks.
     """
     if group is None:
         return key.to(dtype), value.to(dtype)

@@ -1,4 +1,4 @@
-"""Checks of whether context parallelism is possible for a Hugging Face model, before the model is sharded."""
+"""Checks that context parallelism supports a Hugging Face model, made before the model is sharded."""
 
 import inspect
 from typing import Any
@@ -13,10 +13,12 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_context_parallel(parts: ModelParts, ranks: int) -> None:
-    """Refuse a model whose layers mix positions by means other than transformers' attention functions.
+    """Check that a model supports context parallelism.
+
+    In particular, its layers may mix positions only with transformers' attention functions.
 
     Raises:
-        ValueError: If the model is refused; the message names the model and the reason.
+        ValueError: If the model does not support context parallelism. The message names the model and the reason.
     """
     reason = _get_optional_reason(parts.module, parts.head)
     if reason is not None:
@@ -27,10 +29,11 @@ def check_context_parallel(parts: ModelParts, ranks: int) -> None:
 
 
 def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method:
-    """Choose the method with which attention sees the whole sequence.
+    """Choose how attention gets the whole sequence: by ``"allgather"`` or ``"ulysses"``.
 
-    ``"auto"`` means the method that moves less data. In forward and backward together, the all-gather moves the keys
-    and values three times. Ulysses moves ``1 / cp_size`` of the queries, keys, values and results twice.
+    ``"auto"`` chooses the method that moves less data per rank. In forward and backward together, the all-gather method
+    moves the keys and values of the whole sequence three times. Ulysses moves only ``1 / cp_size`` of them twice, but
+    also of the queries and results.
 
     Raises:
         ValueError: If ``"ulysses"`` is requested but the heads cannot be divided over the ranks.
@@ -43,7 +46,7 @@ def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method
         raise ValueError(
             f"context_parallel_method='ulysses' with cp_size={cp_size} x tp_size={tp_size} needs numbers of heads that"
             f" are divisible by {cp_size * tp_size}, but {get_class_name(model)} has num_attention_heads={heads} and"
-            f" num_key_value_heads={key_heads}; use 'allgather' or 'auto', or other sizes."
+            f" num_key_value_heads={key_heads}; use 'allgather' or 'auto', or change cp_size or tp_size."
         )
     if method == "auto":
         moves_less = 2 * (heads + key_heads) < 3 * cp_size * key_heads

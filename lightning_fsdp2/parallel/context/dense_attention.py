@@ -1,8 +1,8 @@
 """Computation of dense blocks of attention, and the exact merging of their results.
 
-Each block is one call of a fused attention kernel, which also returns the logarithm of the softmax's denominator. With
-these logarithms, the results of the blocks are merged into the result of one softmax over all keys. In backward, each
-block gets the merged result and returns its contribution to the gradients (https://arxiv.org/abs/2310.01889,
+One call of a fused attention kernel computes a block, and also returns the logarithm of the softmax's denominator. With
+these logarithms, the results of the blocks are merged into the result of one softmax over all keys. In backward, the
+kernel takes the merged result and returns the block's contribution to the gradients (https://arxiv.org/abs/2310.01889,
 https://arxiv.org/abs/2205.14135).
 """
 
@@ -14,13 +14,13 @@ from lightning_fsdp2.parallel.context.attention_blocks import DenseBlock
 
 
 def merge(output: Tensor, normalizer: Tensor, rows: slice, part: Tensor, part_normalizer: Tensor) -> None:
-    """Merge the attention to further keys into ``output`` and ``normalizer``, in place.
+    """Merge the attention to one more block of keys into ``output`` and ``normalizer``, in place.
 
     Args:
-        output: [batch, heads, queries, value dim], float32: attention to the keys of earlier blocks.
+        output: [batch, heads, queries, value dim], float32: attention to the keys of all blocks merged so far.
         normalizer: [batch, heads, queries], float32: logarithm of the softmax's denominator for ``output``.
-        rows: Queries that see the further keys.
-        part: [batch, heads, rows, value dim]: attention to only the further keys.
+        rows: Queries of the new block.
+        part: [batch, heads, rows, value dim]: attention to only the keys of the new block.
         part_normalizer: [batch, heads, rows]: logarithm of the softmax's denominator for ``part``.
     """
     total = torch.logaddexp(normalizer[:, :, rows], part_normalizer)
@@ -30,9 +30,7 @@ def merge(output: Tensor, normalizer: Tensor, rows: slice, part: Tensor, part_no
 
 
 def attend_dense(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute one dense block, and return the result and its normalizer.
-
-    Their shapes are [batch, heads, rows, value dim] and [batch, heads, rows].
+    """Compute the attention of one dense block.
 
     Args:
         query: [batch, heads, queries, dim].
@@ -40,6 +38,10 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock,
         values: [batch, key-value heads, positions, value dim].
         block: Block of queries and keys.
         scale: Factor by which scores are multiplied.
+
+    Returns:
+        The result, [batch, heads, rows, value dim], and the logarithm of the softmax's denominator, [batch, heads,
+        rows].
     """
     query = query[:, :, block.rows]
     inputs = _match_heads(query, keys, values, block)
@@ -59,16 +61,17 @@ def add_dense_gradients(
     block: DenseBlock,
     scale: float,
 ) -> None:
-    """Add one block's contribution to the gradients of queries, keys and values.
+    """Add one dense block's contribution to the gradients of queries, keys and values.
 
     Args:
-        sums: Three float32 tensors, changed in place, with the shapes of ``query``, ``keys`` and ``values``.
+        sums: Gradients of ``query``, ``keys`` and ``values``, summed over the blocks so far. They are float32, and are
+            changed in place.
         gradient: Gradient of ``output``.
         query: See :func:`attend_dense`.
         keys: See :func:`attend_dense`.
         values: See :func:`attend_dense`.
-        output: [batch, heads, queries, value dim], merged from all blocks.
-        normalizer: [batch, heads, queries], merged from all blocks.
+        output: [batch, heads, queries, value dim], result merged from all blocks.
+        normalizer: [batch, heads, queries], logarithm of the softmax's denominator over the keys of all blocks.
         block: Block of queries and keys.
         scale: Factor by which scores are multiplied.
     """
@@ -99,10 +102,10 @@ def _make_mask(block: DenseBlock, query: Tensor) -> Tensor | None:
 
 
 def _match_heads(query: Tensor, keys: Tensor, values: Tensor, block: DenseBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the queries and the block's keys and values the same number of heads.
+    """Return the queries and the block's keys and values with the same number of heads.
 
-    If all queries see all keys, query heads that share a key-value head are joined into one head. Otherwise the keys
-    and values are repeated, which is cheap because such blocks are small.
+    If every query sees all keys, the query heads that share a key-value head are joined into one head. In other blocks,
+    the keys and values are repeated for each query head, which is cheap because such blocks are small.
     """
     key, value = keys[:, :, block.keys], values[:, :, block.keys]
     heads = keys.size(1)

@@ -1,4 +1,4 @@
-"""Forward of a context parallel model, which takes whole sequences and computes only this rank's positions."""
+"""Forward of a context parallel model, which takes whole sequences but computes only this rank's positions."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -27,13 +27,13 @@ from lightning_fsdp2.ranks.collectives import gather_for_ranks
 from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
 
 _REFUSED = {
-    "past_key_values": "which hold keys from before this sequence (a prefix)",
-    "use_cache": "but a rank computes only its own positions, which cannot be a cache (`generate` works)",
+    "past_key_values": "which hold keys of tokens before this sequence (a prefix)",
+    "use_cache": "but a rank cannot build a cache from only its own positions (`generate` works)",
     "output_attentions": "but the attention scores of the whole sequence are never computed",
     "start_positions": "which are positions in the whole sequence",
     "end_positions": "which are positions in the whole sequence",
 }
-"""Arguments that only make sense for whole sequences, with the reason why each is refused."""
+"""Arguments that only make sense for whole sequences, each with the reason why it is refused."""
 
 _NOT_TEXT = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
 
@@ -47,9 +47,12 @@ _known_documents: ContextVar[Documents | None] = ContextVar("_known_documents", 
 
 @contextmanager
 def assume_documents(position_ids: Tensor) -> Iterator[None]:
-    """Assume inside the block that every batch has the documents of ``position_ids``, [batch, sequence].
+    """Assume inside the block that every batch is packed like ``position_ids``.
 
-    Simulations need this, because their tensors have no values.
+    Simulations need this, because tensors without values cannot be searched for documents.
+
+    Args:
+        position_ids: [batch, sequence], real values, which restart at each document.
     """
     numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
     token = _known_documents.set(find_documents(numbers, position_ids.device))
@@ -67,12 +70,12 @@ class ShardedForward:
         self.sharding = sharding
         self.name = get_class_name(model)
         self._parameters = list(inspect.signature(model.forward).parameters)
-        # the position embedding of OPT, for example, counts the tokens in the mask
+        # some position embeddings, such as OPT's, count the tokens in the mask
         self._counts_tokens = any(
             isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
             for module in model.modules()
         )
-        # RoBERTa, for example, counts positions from 2
+        # some models, such as RoBERTa, do not count positions from 0
         self._makes_positions = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
         config: Any = model.config
         self._has_image_positions = "mrope_section" in str(getattr(config.get_text_config(), "rope_parameters", ""))
@@ -84,7 +87,7 @@ class ShardedForward:
         given = {name: value for name, value in given.items() if value is not None}
         if not self.sharding.is_active or _is_generating(given):
             return forward(*args, **kwargs)
-        if is_running_sharded():  # this is the base model, called by the model's own forward
+        if is_running_sharded():  # the model's own forward has called the base model
             return self._gather_router_logits(forward(*args, **kwargs))
         inputs = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
@@ -96,7 +99,7 @@ class ShardedForward:
         documents, padding = self._take_documents(given, inputs)
         local = {name: self._shard(name, value, length) for name, value in given.items()}
         with ExitStack() as stack:
-            # a rank's two chunks are not consecutive, so transformers would take them for packed documents
+            # position ids jump between a rank's two chunks, which transformers would take for two packed documents
             stack.enter_context(assume_unpacked_sequences())
             sequences = run_sharded(
                 self.name,
@@ -116,7 +119,10 @@ class ShardedForward:
         return output if loss is None else loss.finish(output)
 
     def _run(self, forward: Callable[..., Any], local: dict[str, Any], attended: set[nn.Module]) -> Any:
-        """Run the model's own forward. The first time, check that every used layer attends to the whole sequence."""
+        """Run the model's own forward.
+
+        The first run also checks that every layer that ran has attended to the whole sequence.
+        """
         ran: set[nn.Module] = set()
         lists = [] if self._is_checked else self._get_layer_lists()
         hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layers in lists for layer in layers]
@@ -133,30 +139,31 @@ class ShardedForward:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # a list without any attention may hold projections, if the layers of another list call attention
+            # a list in which no layer calls attention is allowed if the layers of another list do: it may hold
+            # projections
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
-                    f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; it"
-                    " would see only this rank's part of the sequence"
+                    f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; this"
+                    " layer would see only this rank's part of the sequence"
                 )
         self._is_checked = True
         return output
 
     def _get_layer_lists(self) -> list[list[nn.Module]]:
         lists = get_layer_lists(self.model)
-        # calls inside compiled code cannot be observed
+        # hooks cannot observe calls inside compiled code
         return [] if any(is_module_compiled(layer) for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
-        """Refuse arguments that make no sense for a part of a sequence, and drop the arguments in ``_PACKED``."""
+        """Refuse arguments that only make sense for whole sequences, and drop the arguments in ``_PACKED``."""
         for name, reason in _REFUSED.items():
             if name in given and given[name] is not False and not (name == "use_cache" and torch.is_grad_enabled()):
                 raise self._make_error(f"was given {name}, {reason}; leave it out, or use cp_size=1")
         images = [name for name in given if name.startswith(_NOT_TEXT)]
         if images:
             raise self._make_error(
-                f"was given {images[0]}, which it would merge into a part of the sequence; merge it outside the model"
-                " and give inputs_embeds"
+                f"was given {images[0]}, which it would merge into only this rank's part of the sequence; merge it into"
+                " inputs_embeds outside the model, and pass inputs_embeds instead"
             )
         if isinstance(given.get("logits_to_keep"), Tensor) or given.get("logits_to_keep"):
             raise self._make_error(
@@ -165,24 +172,24 @@ class ShardedForward:
         packed = [name for name in _PACKED if name in given]
         if packed and "position_ids" not in given:
             raise self._make_error(
-                f"was given {packed[0]}, but context parallel attention needs position_ids; give position_ids that"
-                " restart at each document"
+                f"was given {packed[0]} without position_ids, but context parallel attention finds documents by their"
+                " position_ids; pass position_ids that restart at each document"
             )
         for name in packed:
             del given[name]
 
     def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
-        """Remove the mask from ``given``, and return the batch's documents and its padding.
+        """Remove the attention mask from ``given``, and return the batch's documents and its padding.
 
-        As without context parallelism, documents begin where position ids restart, unless there is a mask. As in
-        transformers, the CPU waits once for the position ids or the mask from the device.
+        As in transformers, documents begin where position ids restart, but only if there is no attention mask. To read
+        the position ids or the mask, the CPU waits for the device once, which it also does in transformers.
         """
         batch, length = inputs.shape[:2]
         mask, positions = given.pop("attention_mask", None), given.get("position_ids")
         if positions is None:
             given["position_ids"] = torch.arange(length, device=inputs.device)[None]
             if self._makes_positions:
-                raise self._make_error("makes position ids that do not count from 0; give position_ids")
+                raise self._make_error("computes position ids that do not start at 0; pass position_ids")
         if mask is not None:
             return self._number_padding(given, mask, batch, length, has_positions=positions is not None)
         if positions is None or self.sharding.assumes_unpacked:
@@ -206,8 +213,8 @@ class ShardedForward:
         if not isinstance(mask, Tensor) or mask.shape != (batch, length):
             what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             raise self._make_error(
-                f"was given an attention_mask {what}; context parallel attention takes padding masks of shape"
-                f" {(batch, length)}, and position_ids that restart for packed documents"
+                f"was given an attention_mask {what}; context parallel attention takes only padding masks, of shape"
+                f" {(batch, length)}; for packed documents, pass position_ids that restart at each document"
             )
         is_token = mask.bool().cpu()
         if is_token.all():
@@ -218,16 +225,19 @@ class ShardedForward:
                 " exclude the padding from this loss; set output_router_logits to False, or pack the sequences"
             )
         if (is_token[:, 1:] <= is_token[:, :-1]).all():
-            return None, None  # all padding is after the tokens, and causal attention does not see it
+            return None, None  # if all padding is after the tokens, causal attention never sees it
         if self._counts_tokens and not has_positions:
             raise self._make_error(
-                "derives positions from its attention_mask, which begins with padding; give position_ids"
+                "derives positions from its attention_mask, in which padding precedes tokens; pass position_ids"
             )
-        # treat padding as a document of its own, because a query that sees no key has no softmax
+        # treat padding as a separate document, because the softmax of a query that sees no key is undefined
         return find_documents((~is_token).long(), mask.device), ~mask.bool()
 
     def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
-        """Shift and count the labels before they are split; return None if there are no labels."""
+        """Shift and count the labels in ``given`` before they are split, and return the conversion of the loss.
+
+        Return None if there are no labels.
+        """
         if "labels" not in given and "shift_labels" not in given:
             return None
         ignore_index = given.get("ignore_index", IGNORE_INDEX)
@@ -255,9 +265,9 @@ class ShardedForward:
         return self.sharding.shard(value, dim)
 
     def _gather_router_logits(self, output: Any) -> Any:
-        """Gather the router logits of all ranks, each [tokens, experts].
+        """Gather the router logits in ``output``, each [tokens, experts], over all ranks.
 
-        The auxiliary loss of an MoE model covers all tokens. Their order does not matter.
+        The auxiliary loss of an MoE model needs the logits of all tokens, but does not depend on their order.
         """
         if getattr(output, "router_logits", None) is not None:
             group = self.sharding.group
@@ -266,9 +276,9 @@ class ShardedForward:
 
     @contextmanager
     def _draw_own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Make ranks draw different random numbers inside the block, because their positions need different dropout.
+        """Make each rank draw its own random numbers inside the block, so that dropout differs between positions.
 
-        Outside the model, all ranks draw the same numbers.
+        Outside the block, all ranks draw the same random numbers.
         """
         random = LayerRandom(self.model, self.sharding.group, device)
         if self._draws_random_numbers:
@@ -282,11 +292,11 @@ class ShardedForward:
         local = length // self.sharding.group.size()
         for name in ("logits", "last_hidden_state"):
             result = getattr(output, name, None)
-            # with the chunked loss, the head returns a loss per position, without a third dim
+            # do not check for three dims, because with the chunked loss the head returns [batch, sequence]
             if result is not None and result.size(1) != local:
                 raise self._make_error(
-                    f"returned {name} of shape {tuple(result.shape)}, not a value for each of this rank's {local}"
-                    " positions"
+                    f"returned {name} of shape {tuple(result.shape)}, but should have returned a value for each of this"
+                    f" rank's {local} positions"
                 )
 
     def _make_error(self, what: str) -> ValueError:
@@ -294,16 +304,16 @@ class ShardedForward:
 
 
 def computes_by_length(module: nn.Module) -> bool:
-    """Return whether ``module`` is a rotary embedding whose frequencies depend on the largest position."""
+    """Return whether ``module`` is a rotary embedding whose frequencies depend on the largest position id."""
     rope_type = getattr(module, "rope_type", None)
     names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
 
 
 class WholeRotary:
-    """Wrapper of a rotary embedding's forward, which computes with the positions of all ranks.
+    """Wrapper of a rotary embedding's forward, which passes it the position ids of the whole sequence.
 
-    It returns this rank's part of each result. The results have the shape [..., sequence, dim].
+    The wrapper returns this rank's part of each result, whose shape is [..., sequence, dim].
     """
 
     def __init__(self, sharding: SequenceSharding) -> None:
@@ -326,7 +336,7 @@ class _ShardedLoss:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record, inside the block, whether the model's loss function gets the labels that are already shifted."""
+        """Record whether the model calls its loss function with the already shifted labels inside the block."""
         own = get_optional_own_loss(self.model)
         function = self.model.loss_function
         takes_shifted = "shift_labels" in inspect.signature(function).parameters
@@ -345,12 +355,13 @@ class _ShardedLoss:
         """Replace the loss in the model's output with the mean of all ranks' losses.
 
         Raises:
-            ValueError: If the model shifted the labels itself, which loses one label at each border between parts.
+            ValueError: If the model shifted the labels itself, which loses a label at the end of each rank's chunks.
         """
         if not self._is_shifted:
             raise self.forward._make_error(
-                "computes its loss without shift_labels, which needs the labels of whole sequences; call the model"
-                " without labels, and compute the loss from its logits and shard_sequence(model, shifted_labels)"
+                "does not pass shift_labels to its loss function, and would shift the labels of only a part of the"
+                " sequence; call the model without labels, and compute the loss from its logits and"
+                " shard_sequence(model, shifted_labels)"
             )
         loss = output[0]
         mean = _MeanOfValues.apply(loss, self.forward.sharding.group)
@@ -361,7 +372,10 @@ class _ShardedLoss:
 
 
 class _MeanOfValues(torch.autograd.Function):
-    """Mean of a value over the ranks. The gradient passes unchanged to each rank's value, since FSDP averages it."""
+    """Mean of a value over the ranks.
+
+    Backward passes the gradient to each rank's value unchanged, because FSDP later averages gradients over the ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -373,8 +387,8 @@ class _MeanOfValues(torch.autograd.Function):
 
 
 def _is_generating(given: dict[str, Any]) -> bool:
-    """Return whether the model is generating text, where all ranks compute the same tokens.
+    """Return whether the model is generating text.
 
-    A sequence to which tokens are added one by one cannot be split.
+    A sequence to which tokens are added one by one cannot be split, so every rank then computes all tokens.
     """
     return not torch.is_grad_enabled() and "past_key_values" in given

@@ -1,7 +1,8 @@
-"""Attention within many segments in one operation, which uses a variable-length kernel if the device has one.
+"""Attention within all segments of a block in one operation, which uses a variable-length kernel if there is one.
 
-The operations are custom operators of torch (``torch.library``), so FLOP counters and ``torch.compile`` see one
-operation for all segments. :mod:`~lightning_fsdp2.plan.simulation.flops` computes its FLOPs from ``pairs``.
+Forward and backward are custom operators of torch (``torch.library``), so that FLOP counters and ``torch.compile`` see
+one operation for all segments. :mod:`~lightning_fsdp2.plan.simulation.flops` computes the FLOPs of this operation from
+its argument ``pairs``.
 """
 
 from itertools import pairwise
@@ -33,23 +34,24 @@ def segment_attention(
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention within each segment, and its normalizer.
+    """Compute the attention within each segment of a block.
 
-    The arguments come from a :class:`~lightning_fsdp2.parallel.context.attention_blocks.SegmentBlock`.
+    The arguments from ``key_starts`` on, except ``scale``, are fields of a
+    :class:`~lightning_fsdp2.parallel.context.attention_blocks.SegmentBlock`.
 
     Args:
         query: [queries, heads, dim], in the order of the segments.
         key: [batch, positions, key-value heads, dim].
         value: [batch, positions, key-value heads, value dim].
-        key_starts: [batch], the block's ``key_starts``.
-        query_ends: [segments + 1], the block's ``query_ends``.
-        key_ends: [segments + 1], the block's ``key_ends``.
-        most_queries: Largest number of queries of a segment.
-        most_keys: Largest number of keys of a segment.
+        key_starts: [batch], position of the first key in each sequence that the block needs.
+        query_ends: [segments + 1], 0 and the cumulative number of queries up to the end of each segment.
+        key_ends: [segments + 1], 0 and the cumulative number of needed keys up to the end of each segment.
+        most_queries: Largest number of queries in a segment.
+        most_keys: Largest number of keys in a segment.
         window: Largest number of keys that a query sees, including its own. None if a query sees all keys of its
             segment up to its own.
         scale: Factor by which scores are multiplied.
-        pairs: Number of pairs of a query and a key that attention computes. Only FLOP counters use it.
+        pairs: Number of query-key pairs that attention computes. Only FLOP counters use it.
 
     Returns:
         The attention, [queries, heads, value dim], and the logarithm of the softmax's denominator, [heads, queries],
@@ -93,8 +95,8 @@ def segment_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, given the gradient of :func:`segment_attention`'s output.
 
-    ``output`` and ``normalizer`` may come from a softmax over more keys. The results are then the contributions of the
-    given keys.
+    ``output`` and ``normalizer`` may have been merged with the attention to other keys. The gradients then contain only
+    the contributions of the given keys.
     """
     keys, values = _pack(key, key_starts), _pack(value, key_starts)
     saved = (gradient, query, keys, values, output, normalizer)
@@ -132,9 +134,17 @@ def _compute_gradients(
 
 
 def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
-    """Concatenate the needed positions of all sequences: [batch, positions, heads, dim] becomes [keys, heads, dim].
+    """Concatenate the keys or values that a block needs from all sequences of a batch.
 
-    Nothing is copied if these positions start at the same place in all sequences and the memory layout allows a view.
+    If the needed positions start at the same position in all sequences, the result is a view where possible, and not a
+    copy.
+
+    Args:
+        tensor: [batch, positions, heads, dim].
+        starts: [batch], first needed position in each sequence.
+
+    Returns:
+        [needed positions of all sequences, heads, dim].
     """
     first, *others = starts.tolist()
     if all(other == first for other in others):
@@ -143,7 +153,7 @@ def _pack(tensor: Tensor, starts: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
-    """Undo :func:`_pack`, and fill the positions that it left out with zeros."""
+    """Undo :func:`_pack`. The positions that :func:`_pack` left out become zeros."""
     result = packed.new_zeros(like.shape)
     lengths = [like.size(1) - start for start in starts.tolist()]
     for sequence, start, part in zip(result, starts.tolist(), packed.split(lengths), strict=True):
@@ -152,12 +162,16 @@ def _unpack(packed: Tensor, like: Tensor, starts: Tensor) -> Tensor:
 
 
 def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> list[DenseBlock]:
-    """Return the dense blocks of all segments. The CPU waits for the values of the tensors."""
+    """Return dense blocks that together compute all segments.
+
+    The CPU waits for the values of ``query_ends`` and ``key_ends`` from the device.
+    """
     blocks: list[DenseBlock] = []
     for (first, end), (first_key, last_key) in zip(
         pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
     ):
-        rows, own = slice(first, end), last_key - (end - first)  # own is the key at the position of the first query
+        # the keys end at the position of the last query, so counting back gives the key at the first query's position
+        rows, own = slice(first, end), last_key - (end - first)
         if window is not None and window < last_key - first_key:
             blocks += get_masked_blocks(rows, own, window, first_key=first_key)
             continue

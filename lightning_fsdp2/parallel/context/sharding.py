@@ -1,4 +1,4 @@
-"""Split of a model's sequences over the ranks of a context parallel group."""
+"""Sharding of a model's input sequences over the ranks of a context parallel group."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from lightning_fsdp2.ranks.collectives import gather_for_ranks
 
 
 class SequenceSharding:
-    """Split of the sequences of one Hugging Face model over ranks, which can be switched on and off.
+    """Sharding of one Hugging Face model's input sequences over ranks, which can be switched on and off.
 
     Attributes:
         group: Process group of the context parallel ranks.
         method: ``"allgather"`` or ``"ulysses"``.
-        divisor: Number that must divide the length of a sequence.
+        divisor: Number by which the length of a sequence must be divisible.
         is_active: Whether the sequences are currently split.
     """
 
@@ -41,14 +41,14 @@ class SequenceSharding:
         self.is_active = False
 
     def activate(self) -> None:
-        """Make the model split its sequences."""
+        """Make the model split its input sequences over the ranks."""
         if not self.is_active:
             for config in _get_attention_configs(self.model):
                 install_attention(config)
         self.is_active = True
 
     def deactivate(self) -> None:
-        """Make the model compute whole sequences, and undo the changes in transformers."""
+        """Make the model compute whole sequences on every rank, with its original attention."""
         if self.is_active:
             for config in _get_attention_configs(self.model):
                 uninstall_attention(config)
@@ -74,12 +74,12 @@ class SequenceSharding:
         return (Chunk(self.group.rank() * size, size),)
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor with whole sequences along ``dim``."""
+        """Return this rank's part of a tensor that holds whole sequences along ``dim``."""
         chunks = self.get_chunks(tensor.size(dim))
         return torch.cat([tensor.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Gather the parts of all ranks along ``dim``, in the order of the whole sequences."""
+        """Gather the parts of all ranks along ``dim``, in the order of their positions in the whole sequences."""
         whole = gather_for_ranks(tensor.contiguous(), dim, self.group)
         if self.method == "ulysses":
             return whole

@@ -417,11 +417,11 @@ def test_arguments_that_cannot_be_sharded_are_refused() -> None:
         for arguments, message in (
             (make_batch(length=14), r"divisible by 4 .* this batch has 14 positions; use 12 or 16"),
             ({**batch, "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "attention_mask of shape"),
-            ({**batch, "pixel_values": torch.ones(2, 3, 4, 4)}, "merge it outside the model"),
+            ({**batch, "pixel_values": torch.ones(2, 3, 4, 4)}, "outside the model, and pass inputs_embeds"),
             ({**batch, "spans": torch.ones(2, 3)}, "context_parallel_inputs={'spans'"),
             ({**batch, "past_key_values": DynamicCache()}, "was given past_key_values"),
             ({**batch, "output_attentions": True}, "was given output_attentions"),
-            ({**batch, "cu_seq_lens_q": torch.tensor([0, 16])}, "needs position_ids"),
+            ({**batch, "cu_seq_lens_q": torch.tensor([0, 16])}, "without position_ids, but"),
             ({**batch, "logits_to_keep": 1}, "logits_to_keep"),
             ({"input_ids": batch["input_ids"], "labels": torch.ones(2, 5)}, "labels of shape"),
             ({"labels": batch["labels"]}, "without input_ids"),
@@ -464,14 +464,14 @@ def make_recurrent() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "call", "message"),
     [
-        (make_masked_lm, lambda model: model(**make_batch()), "computes its loss without shift_labels"),
+        (make_masked_lm, lambda model: model(**make_batch()), "does not pass shift_labels"),
         (
             make_recurrent,
             lambda model: model(**make_batch()),
             "has a layer, LlamaDecoderLayer, that calls no attention",
         ),
         (make_registering, lambda model: model(**make_batch()), "attends from 9 to 9 positions"),
-        (make_roberta, lambda model: model(**make_batch()), "give position_ids"),
+        (make_roberta, lambda model: model(**make_batch()), "pass position_ids"),
         (partial(make_model, "doge"), lambda model: model(**make_batch()), "computes with its attention mask"),
     ],
     ids=["no-shift-labels", "recurrence", "register", "positions", "mask-of-its-own"],
