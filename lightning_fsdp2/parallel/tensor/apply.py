@@ -1,4 +1,4 @@
-"""Entry point of tensor and sequence parallelism: match a plan with each model, check the plan, and apply it."""
+"""Entry point of tensor and sequence parallelism, which matches a plan with each model, checks and applies it."""
 
 import inspect
 from collections.abc import Iterator
@@ -61,22 +61,23 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard the Hugging Face models in a module over the tensor parallel ranks.
 
-    All parameters of the module become DTensors on ``mesh``. Parameters that no plan shards are replicated. Gradient
-    clipping and fused optimizers therefore find all parameters on the same mesh. The modules still compute with plain
-    tensors.
+    All parameters of the module become DTensors on ``mesh``, even those that no plan shards, which are replicated.
+    Gradient clipping and fused optimizers therefore find all parameters on the same mesh. The modules still compute
+    with plain tensors.
 
     Args:
-        structure: Structure of a module that contains models, or of a module whose submodules are named in ``plan``.
-            The module is changed in place.
+        structure: Structure of a module that contains Hugging Face models. If it contains none, ``plan`` must name
+            submodules of the module itself. The module is changed in place.
         mesh: 1-D mesh of the tensor parallel ranks.
         plan: Plan for all models; see :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`.
-        sequence_parallel: Whether to shard activations over the sequence where the plan keeps them whole.
-        loss_parallel: Whether heads return logits with a sharded vocabulary, from which models compute their loss.
+        sequence_parallel: Whether to shard, along the sequence, the activations that would otherwise be replicated.
+        loss_parallel: Whether output heads return logits with a sharded vocabulary, and models compute their loss from
+            these logits without gathering them.
 
     Raises:
         TypeError: If a style does not fit its module.
-        ValueError: If there is no plan, if an entry matches nothing, or if a sharded size is not divisible by the
-            number of ranks.
+        ValueError: If there is no plan, if an entry matches nothing, if a sharded size is not divisible by the number
+            of ranks, or if a model does not support the requested options.
     """
     root = structure.root
     models = [
@@ -89,7 +90,7 @@ def apply_tensor_parallel(
         layouts |= model.get_layouts(mesh.size())
     agree_on_tied(models, layouts)
     check_layouts(root, models, layouts, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    # from here on, the model is changed
+    # all checks are done, and the following code changes the model
     for model in models:
         if model.foreign:
             parallelize_module(model.module, mesh, model.foreign)
@@ -110,7 +111,7 @@ def apply_tensor_parallel(
         compute_with_local_parameters(layer, layouts, mesh.get_group())
     read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}
     for module in others:
-        # torch's attention reads the weights of its output projection without calling it
+        # torch's attention reads the weights of its output projection without calling the projection
         held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
         methods = get_entrances(module)
         compute_with_local_parameters(module, layouts, mesh.get_group(), modules=held, methods=methods)
@@ -122,11 +123,12 @@ def _iterate_readable(
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Find child modules, such as position tables, whose weights the parent may read without calling the child.
 
-    Each rank holds these weights whole. FSDP2 gathers them with the parent, because these children are not units
-    themselves. Layers, the embedding, the final norm, the head and modules of another dtype are units.
+    These are children with replicated weights that FSDP2 gathers together with the parent's. Layers, the embedding, the
+    final norm and the head are left out, because FSDP2 gathers each of them separately. The same would be true of
+    modules with a different dtype, so nothing is yielded for a model with several dtypes.
 
     Yields:
-        A parent module and those of its children that it may read.
+        A parent module, and the list of its children whose weights it may read.
     """
     model = parts.module
     if not parts.hf_models or len({parameter.dtype for parameter in model.parameters()}) > 1:
@@ -141,7 +143,11 @@ def _iterate_readable(
 
 
 def _shard_logits(model: MatchedModel, mesh: DeviceMesh, loss_parallel: bool) -> None:
-    """Make the head return logits with a sharded vocabulary, always or only inside ``keep_logits_sharded``."""
+    """Make the output head return logits with a sharded vocabulary.
+
+    With ``loss_parallel``, or if the plan asks for sharded logits, the head always does so. Otherwise, it does so only
+    inside :func:`~lightning_fsdp2.parallel.loss.cross_entropy.keep_logits_sharded`.
+    """
     name = model.get_optional_head()
     if name is None:
         return
@@ -163,9 +169,9 @@ def _install(
     sequence_parallel: bool,
     installed: set[nn.Module],
 ) -> None:
-    """Install the styles of a model on its modules, and update ``layouts`` accordingly.
+    """Install the styles that a model's plan assigns to its modules, and update ``layouts`` for sequence parallelism.
 
-    Modules in ``installed`` are skipped; an earlier model shares them.
+    Modules in ``installed`` are skipped, because they are shared with an earlier model that has already set them up.
     """
     styles = {module: style for module, style in model.styles.items() if module not in installed}
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
@@ -260,7 +266,7 @@ def _install_region(
 def _iterate_unnamed(
     region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]
 ) -> Iterator[nn.Module]:
-    """Yield the modules in ``region`` that hold parameters and are not covered by an entry of the plan."""
+    """Yield the modules in ``region`` that hold replicated parameters and are not covered by an entry of the plan."""
     covered = {region}
     for module in region.modules():
         if module in styles and styles[module].is_boundary:
@@ -273,29 +279,29 @@ def _iterate_unnamed(
 def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:
     """Return whether a region's result comes from exactly one row-wise projection, which can then reduce-scatter it.
 
-    The answer is no if a module around the projection holds a replicated parameter itself. The module may use this
-    parameter before the projection, on whole sequences, or after it, on parts of sequences, and there is no way to
-    tell. The result is then sliced at the end of the region instead.
+    Return False if a module that contains the projection directly holds a replicated parameter. It is not known whether
+    the module uses this parameter before the projection, on whole sequences, or after the projection, on parts of
+    sequences. If this function returns False, the result is sliced at the end of the region instead.
     """
     reducing = [module for module, style in styles.items() if style.reduces]
     if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
         return False
     around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
-    # a sibling with parameters (experts beside a shared expert) adds to the projection's result
+    # siblings with parameters must not exist: they may add to the projection's result, as experts do to a shared expert
     is_alone = all(sum(bool(get_slots(child.modules())) for child in outer.children()) == 1 for outer in around[:-1])
     return is_alone and all(layouts[slot] != Layout() for slot in get_slots(around))
 
 
 def _locate_arguments(layer: nn.Module, names: tuple[str, ...]) -> tuple[int | str, ...]:
-    """Return the names of arguments, and their positions in the signature of the layer's forward."""
+    """Return the given argument names, followed by their positional indices in the layer's forward."""
     parameters = list(inspect.signature(layer.forward).parameters)
     return (*names, *(parameters.index(name) for name in names if name in parameters))
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Return whether a child of a layer is assumed to process each position of a sequence on its own.
+    """Return whether a child of a layer is assumed to process each position of a sequence independently.
 
-    This is true for norms and for modules without parameters.
+    Norms and modules without parameters are assumed to do so.
     """
     parameters = list(module.parameters())
     return not parameters or ("norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in parameters))

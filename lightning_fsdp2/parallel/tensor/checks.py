@@ -1,4 +1,4 @@
-"""Checks of tensor parallel plans and sizes, which run before the model is changed."""
+"""Checks of tensor parallel plans and of the sizes to shard, which run before the model is changed."""
 
 import itertools
 import logging
@@ -20,10 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_plans(models: list[MatchedModel], ranks: int, *, sequence_parallel: bool) -> None:
-    """Run the checks that do not depend on the layouts of the parameters.
+    """Check plans against their models, as far as this is possible without the layouts of the parameters.
 
     Raises:
-        ValueError: If an entry matches nothing, attention heads cannot be sharded evenly, or layers share modules.
+        ValueError: If an entry matches nothing, if attention heads cannot be sharded evenly, if two layers share
+            modules, if models that share modules have different entries for them, or if one of torch's own styles
+            cannot be used.
     """
     _check_all_matched(models)
     _check_shared(models)
@@ -41,7 +43,7 @@ def check_layouts(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Run the checks that depend on the layouts of the parameters.
+    """Check the layouts of the parameters that the plans give.
 
     Raises:
         ValueError: If a parameter cannot be sharded evenly, if results are not summed over the ranks as needed, or if a
@@ -58,7 +60,10 @@ def check_layouts(
 
 
 def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
-    """Warn of the largest replicated parameters if more than half of all parameters are replicated."""
+    """Log a warning that names the largest replicated parameters if more than half of all parameters are replicated.
+
+    Only global rank 0 logs it.
+    """
     names = {module: name for name, module in root.named_modules()}
     sizes = {slot: slot[0].get_parameter(slot[1]).numel() for slot in layouts}
     whole = {slot: size for slot, size in sizes.items() if isinstance(layouts[slot].placement, Replicate)}
@@ -70,8 +75,8 @@ def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
         patterns[pattern] = patterns.get(pattern, 0) + size
     largest = sorted(patterns, key=lambda pattern: -patterns[pattern])[:10]
     logger.warning(
-        "Tensor parallelism shards only %.0f %% of the parameters; every rank holds all of %s. To shard them, name them"
-        " in tp_plan.",
+        "Tensor parallelism shards only %.0f %% of the parameters; every rank holds the whole of %s. To shard these"
+        " parameters, add entries for them to tp_plan.",
         100 * (1 - sum(whole.values()) / sum(sizes.values())),
         ", ".join(largest),
     )
@@ -80,14 +85,14 @@ def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
 def _check_all_matched(models: list[MatchedModel]) -> None:
     """Check that the entries of plans match modules or parameters.
 
-    A family's plan may name parts that some models of the family lack, but it must match something in the layers. In a
-    plan from the user, every entry must match something in at least one of the models.
+    A default plan may name modules that some models of the family lack, but at least one of its entries must match
+    something in the layers. In a plan from the user, every entry must match something in at least one of the models.
     """
     for model in models:
         if model.unmatched and not model.matched_layers and not model.is_given:
             raise ValueError(
                 f"tp_size: the tensor parallel plan of {type(model.module).__name__} shards nothing in its layers: it"
-                f" names {model.unmatched[0]!r}, which the model does not have. Give a plan that fits as"
+                f" names {model.unmatched[0]!r}, which the model does not have. Pass a plan that matches the model as"
                 " FSDP2Config(tp_plan={...}), or use tp_size=1."
             )
     given = [model for model in models if model.is_given]
@@ -99,15 +104,15 @@ def _check_all_matched(models: list[MatchedModel]) -> None:
                 some = [name for name, _ in model.module.named_modules() if "0" in name][:3]
                 raise ValueError(
                     f"tp_plan[{pattern!r}] matches no module and no parameter of {names}. Names are relative to the"
-                    f" model, with * for the number of a layer; there are for example {', '.join(some)}."
+                    f" model, and * stands for the number of a layer. Examples of existing names are {', '.join(some)}."
                 )
 
 
 def _check_shared(models: list[MatchedModel]) -> None:
-    """Refuse modules with parameters that two layers share, and shared modules for which two models' plans differ.
+    """Check that no two layers share a module with parameters, and that models agree on the modules that they share.
 
-    Each layer shards and gathers only its own modules. If two models share a module (actor and critic), it is set up
-    with the first model.
+    Each layer shards and gathers only its own modules. If two models share a module, as an actor and a critic may, only
+    the plan of the first model is applied to this module, so the second model's plan must not differ.
     """
     layer_of: dict[nn.Module, nn.Module] = {}
     for model in models:
@@ -117,9 +122,10 @@ def _check_shared(models: list[MatchedModel]) -> None:
                 other = layer_of.setdefault(module, layer)
                 if other is not layer and get_slots([module]):
                     raise ValueError(
-                        f"tp_size: {names[module]} is part of {names[layer]} and of {names.get(other, 'another model')}"
-                        " too, but each layer shards and gathers only its own modules. Give each layer modules of its"
-                        " own (their parameters may be tied), or use tp_size=1."
+                        f"tp_size: {names[module]} is part of both {names[layer]} and"
+                        f" {names.get(other, 'a layer of another model')}, but each layer shards and gathers only its"
+                        " own modules. Give each layer its own modules (their parameters may be tied), or use"
+                        " tp_size=1."
                     )
     for first, second in itertools.combinations(models, 2):
         _check_shared_entries(first, second)
@@ -136,21 +142,22 @@ def _check_shared_entries(first: MatchedModel, second: MatchedModel) -> None:
         name = next(name for name, candidate in second.module.named_modules() if candidate is module)
         raise ValueError(
             f"tp_plan: {type(first.module).__name__} and {type(second.module).__name__} share {name}, but their plans"
-            " for it differ. Give both models the same entries for shared modules, with tp_plan or register_tp_plan."
+            " for it differ. Use tp_plan or register_tp_plan to give both models the same entries for shared modules."
         )
 
 
 def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
-    """Refuse foreign styles, which are not this package's, with sequence parallelism and for tied weights.
+    """Check that torch's own styles are not used with sequence parallelism or for tied weights.
 
-    Sequence parallelism must know the layouts of all styles. torch's styles do not keep weights tied.
+    Sequence parallelism works only with this package's styles, because their layouts are known. torch's styles do not
+    keep weights tied.
     """
     if model.foreign and sequence_parallel:
         name, style = next(iter(model.foreign.items()))
         raise ValueError(
             f"sequence_parallel=True cannot be derived from a plan with custom layouts: {name} has {style}. Use the"
-            " names of styles ('colwise', 'rowwise', ...), or leave sequence_parallel False and let the plan shard the"
-            " sequence."
+            " names of styles ('colwise', 'rowwise', ...), or set sequence_parallel=False and shard the sequence with"
+            " the styles in the plan."
         )
     owned = {module for name in model.foreign for module in model.module.get_submodule(name).modules()}
     for owners in get_parameter_owners(model.module).values():
@@ -158,28 +165,34 @@ def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
             names = {module: name for name, module in model.module.named_modules()}
             tied = " and ".join(f"{names[module]}.{parameter}" for module, parameter in owners)
             raise ValueError(
-                f"tp_plan: {tied} are one tied parameter, but a torch style with custom layouts would replace it in"
-                " only one place. Use the names of styles for both ('embedding_rowwise', 'colwise_gather_output'), or"
-                " untie them (tie_word_embeddings=False)."
+                f"tp_plan: {tied} are one tied parameter, but a torch style with custom layouts would replace the"
+                " parameter in only one of these modules. Use the names of styles for both modules"
+                " ('embedding_rowwise', 'colwise_gather_output'), or untie them (tie_word_embeddings=False)."
             )
 
 
 def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
-    """Check that results are summed over the ranks only if they are computed with sharded parameters."""
+    """Check that modules whose results are summed over the ranks have sharded parameters.
+
+    With replicated parameters, every rank would compute the whole result, and the sum would be too large.
+    """
     for name, entry in model.entries.items():
         if isinstance(entry.style, SummedResult) and entry.parameter is None:
             slots = get_slots(entry.module.modules())
             if all(isinstance(layouts[slot].placement, Replicate) for slot in slots):
                 raise ValueError(
                     f"tp_plan: the results of {name} ({type(entry.module).__name__}) would be summed over the ranks,"
-                    " but no entry shards its parameters. Add entries for them. Adapters that replace the parameters"
-                    " of experts are not supported with tensor parallelism."
+                    " but no entry shards the parameters of this module. Add entries for these parameters. Adapters"
+                    " that replace the parameters of experts are not supported with tensor parallelism."
                 )
 
 
 def _check_results(model: MatchedModel) -> None:
-    """Check that each part of a layer with column-wise projections also sums its results over the ranks."""
-    if model.foreign:  # torch's own styles may sum the results themselves
+    """Check that each child of a layer that has column-wise projections also sums its results over the ranks.
+
+    Projections that are direct children of the layer are checked together.
+    """
+    if model.foreign:  # torch's own styles may sum the results, which this check cannot know
         return
     names = {module: name for name, module in model.module.named_modules()}
     styles = model.styles
@@ -192,8 +205,8 @@ def _check_results(model: MatchedModel) -> None:
             if sharded and not any(isinstance(style, RowWise | SummedResult) for style in found.values()):
                 raise ValueError(
                     f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry sums the"
-                    " results that are computed from them. Add a 'rowwise' entry for the projection that reads these"
-                    " outputs, or gather the outputs with 'colwise_gather_output'."
+                    " results computed from these outputs over the ranks. Add a 'rowwise' entry for the projection"
+                    " that reads the outputs, or gather the outputs with 'colwise_gather_output'."
                 )
 
 
@@ -218,15 +231,15 @@ def _check_heads(model: MatchedModel, ranks: int) -> None:
 
 
 def _check_loss(models: list[MatchedModel]) -> None:
-    """Check that there is an output head to shard, and that its model uses the loss of causal language models.
+    """Check that some model has a sharded output head, and that each such model uses the causal language model loss.
 
-    No other loss can be computed with a sharded vocabulary.
+    This package can compute no other loss with a sharded vocabulary.
     """
     with_head = [model for model in models if model.get_optional_head() is not None]
     if not with_head:
         names = " and ".join(type(model.module).__name__ for model in models)
         raise ValueError(
-            f"loss_parallel=True: the plan shards no head of {names}. Add the head to tp_plan as"
+            f"loss_parallel=True: the plan shards no output head of {names}. Add the head to tp_plan as"
             " 'colwise_gather_output' (and a tied embedding as 'embedding_rowwise'), or use loss_parallel=False."
         )
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -235,13 +248,16 @@ def _check_loss(models: list[MatchedModel]) -> None:
         module: Any = model.module
         if module.loss_function is not ForCausalLMLoss:
             raise ValueError(
-                f"loss_parallel=True computes the loss of causal language models, but {type(module).__name__} has"
+                f"loss_parallel=True supports only the loss of causal language models, but {type(module).__name__} uses"
                 f" {getattr(module.loss_function, '__name__', module.loss_function)}; use loss_parallel=False."
             )
 
 
 def _check_layers(model: MatchedModel) -> None:
-    """Check that the layers' own code processes each position on its own, as sequence parallelism needs."""
+    """Check that a model's layers support sequence parallelism.
+
+    The model must run every layer in every step, and the layers' own code must process each position independently.
+    """
     traits = get_layer_traits(model.parts)
     layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
     if layerdrop > 0:
@@ -260,9 +276,10 @@ def _check_layers(model: MatchedModel) -> None:
         for child in get_called_children(layer):
             if isinstance(child, nn.Linear) and child not in known:
                 raise ValueError(
-                    f"sequence_parallel=True: {names[child]} is a linear layer that {type(layer).__name__} uses itself."
-                    " It may be applied to each position on its own, or be part of an attention, which cannot be known."
-                    " Shard it in tp_plan, name it in LayerTraits(pointwise=...), or use sequence_parallel=False."
+                    f"sequence_parallel=True: {names[child]} is a linear layer that the code of {type(layer).__name__}"
+                    " calls directly. The linear layer may process each position independently, or may be part of an"
+                    " attention; this cannot be determined. Shard it in tp_plan, name it in"
+                    " LayerTraits(pointwise=...), or use sequence_parallel=False."
                 )
 
 
@@ -284,7 +301,7 @@ def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -
 def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
-    except Exception:  # raised for fields that differ between layers; the sizes of the weights are checked anyway
+    except Exception:  # configs raise this for fields that differ between layers; weight sizes are checked elsewhere
         return None
 
 

@@ -1,6 +1,6 @@
-"""Tensor parallel plans for model families whose own plan in transformers is missing, incomplete or wrong.
+"""Tensor parallel plans for model families that have no plan in transformers, or an incomplete or wrong one.
 
-Module names are relative to the base model, which has no head.
+Module names in these plans are relative to the base model, which has no output head.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,19 +25,19 @@ PlanBuilder = Callable[[Any], Mapping[str, "str | ParallelStyle"]]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """Properties of a family's layers that sequence parallelism needs to know but cannot find out."""
+    """Properties of a model family's layers that sequence parallelism needs but cannot determine from the model."""
 
     pointwise: tuple[str, ...] = ()
-    """Names of children, other than norms, that have parameters and process each position of a sequence on its own."""
+    """Names of child modules, other than norms, that have parameters and process each position independently."""
 
     per_position: tuple[str, ...] = ()
-    """Names of arguments, [batch, sequence, ...], that the layer's forward uses in addition to the hidden states."""
+    """Names of arguments, [batch, sequence, ...], that the layer's own code combines with the hidden states."""
 
     sequence_dim: int = 1
     """Sequence dim of the hidden states between the layers."""
 
     regions_take_residual: bool = False
-    """Whether attention and MLP also get the residual and add it to their result."""
+    """Whether the attention and MLP modules also get the residual, and add it to their result themselves."""
 
     refused: str = ""
     """Reason why the sequence cannot be sharded between the layers; empty if it can be sharded."""
@@ -108,13 +108,14 @@ def _opt(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 def _bloom(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     if config.slow_but_exact and config.pretraining_tp > 1:
         raise ValueError(
-            "tp_size: BloomConfig(slow_but_exact=True, pretraining_tp=...) slices weights by hand, which cannot be"
-            " sharded; set slow_but_exact=False."
+            "tp_size: with BloomConfig(slow_but_exact=True, pretraining_tp=...), the model itself slices its weights,"
+            " and such weights cannot be sharded; set slow_but_exact=False."
         )
     heads = config.num_attention_heads
     return {
         "h.*.self_attention": LocalHeads(attributes=("num_heads",), per_head=("alibi",), heads=heads),
-        "h.*.self_attention.query_key_value": "colwise",  # each head has its query, key and value side by side
+        # outputs are ordered by head, so each rank gets the query, key and value of its own heads
+        "h.*.self_attention.query_key_value": "colwise",
         "h.*.self_attention.dense": "rowwise",
         "h.*.mlp.dense_h_to_4h": "colwise",
         "h.*.mlp.dense_4h_to_h": "rowwise",
@@ -129,7 +130,8 @@ def _falcon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
     )
     return {
         "h.*.self_attention": local,
-        "h.*.self_attention.query_key_value": "colwise",  # each key-value head has its queries beside it
+        # outputs are ordered by key-value head, so each rank gets key-value heads together with their queries
+        "h.*.self_attention.query_key_value": "colwise",
         "h.*.self_attention.dense": "rowwise",
         "h.*.mlp.dense_h_to_4h": "colwise",
         "h.*.mlp.dense_4h_to_h": "rowwise",
@@ -191,7 +193,7 @@ def _gpt_oss(config: Any) -> Mapping[str, "str | ParallelStyle"]:
         **_LLAMA_ATTENTION,
         "layers.*.self_attn.sinks": "colwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-        # gate and up alternate, so a contiguous part holds equal shares of both
+        # gate and up columns alternate, so each rank's contiguous shard holds matching columns of gate and up
         "layers.*.mlp.experts.gate_up_proj": ShardParameter(dim=2),
         "layers.*.mlp.experts.gate_up_proj_bias": ShardParameter(dim=1),
         "layers.*.mlp.experts.down_proj": ShardParameter(dim=1),
@@ -218,12 +220,16 @@ def _apertus(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _norms_of_heads(*names: str) -> PlanBuilder:
-    """Return a plan builder for norms of attention heads that a config may turn on and the model's own plan lacks."""
+    """Return a plan builder for per-head norms of queries and keys, which the plan in transformers lacks.
+
+    Args:
+        *names: Names of the norms in the attention module.
+    """
     return lambda _: {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in names}
 
 
 def _cohere(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Shard the weights of the query and key norms, [heads, width], over the heads."""
+    """Return entries that shard the weights of the query and key norms, [heads, width], over the heads."""
     if not config.use_qk_norm:
         return {}
     return {f"layers.*.self_attn.{name}.weight": ShardParameter(dim=0) for name in ("q_norm", "k_norm")}
@@ -234,7 +240,10 @@ def _inkling(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Gather the intermediate features in layers with activation sparsity, which needs the mean of all features."""
+    """Return entries that gather the intermediate features in layers with activation sparsity.
+
+    Activation sparsity needs the mean over all features.
+    """
     plan: dict[str, str | ParallelStyle] = {}
     for index, sparsity in enumerate(config.activation_sparsity_pattern or ()):
         if sparsity > 0:
@@ -245,7 +254,11 @@ def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _llama(*norms: str) -> PlanBuilder:
-    """Return a plan builder for layers like Llama's, with the given norms of attention heads."""
+    """Return a plan builder for layers like Llama's.
+
+    Args:
+        *norms: Names of the per-head norms of queries and keys in the attention module.
+    """
     return lambda config: {**_LLAMA_ATTENTION, **_norms_of_heads(*norms)(config), **_LLAMA_MLP}
 
 
@@ -260,13 +273,19 @@ def _chameleon(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _glm5_next(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Replicate ``o_proj`` in linear attention, which is not sharded. The full attention also has an ``o_proj``."""
+    """Return entries that replicate ``o_proj`` in the linear attention layers, which are not sharded.
+
+    The model's own plan has an entry for every ``o_proj``, which is right only for the full attention layers.
+    """
     linear = [index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"]
     return {f"layers.{index}.self_attn.o_proj": "replicate" for index in linear}
 
 
 def _qwen4(config: Any) -> Mapping[str, "str | ParallelStyle"]:
-    """Replicate small weights that are applied to each position on its own; shards would need whole sequences."""
+    """Return entries that replicate small weights, which the model applies to each position independently.
+
+    If these weights were sharded, sequence parallelism would have to gather whole sequences for them.
+    """
     return {
         "layers.*.attn_hyper_connection.input_mix_weight_down": "replicate",
         "layers.*.mlp_hyper_connection.input_mix_weight_down": "replicate",
@@ -313,7 +332,7 @@ REFUSED_FAMILIES = {
     "gemma4": "it reads `embed_tokens.weight` outside of the embedding, where each rank holds a part of the vocabulary;"
     " train its language model (gemma4_text) alone, or use tp_size=1"
 }
-"""Families whose code does not allow tensor parallelism, with the reason."""
+"""Model types whose code does not allow tensor parallelism, each with the reason."""
 
 _PER_LAYER = ("per_layer_input_gate", "per_layer_projection")
 DEEPSTACK = LayerTraits(refused="the model adds features of its images to whole sequences between its layers")

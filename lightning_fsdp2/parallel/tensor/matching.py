@@ -1,4 +1,4 @@
-"""Search for the modules and parameters of a model that the entries of a tensor parallel plan match."""
+"""Matching of a tensor parallel plan's entries with the modules and parameters of a model."""
 
 import re
 from collections.abc import Mapping
@@ -34,19 +34,19 @@ class MatchedModel:
 
     parts: ModelParts
     entries: dict[str, Entry]
-    """Entries by the name of their module or parameter."""
+    """This package's styles for modules and parameters, by the name of the module or parameter."""
 
     foreign: dict[str, ParallelStyle]
-    """Styles by module name that are not this package's own. They handle DTensors and collectives themselves."""
+    """Styles that are not this package's own, by module name. They handle DTensors and collectives themselves."""
 
     is_given: bool
     """Whether a user gave the plan, so that every entry must match something."""
 
     matched: list[str]
-    """Patterns that match something."""
+    """Patterns of the plan that match a module or parameter."""
 
     unmatched: list[str]
-    """Patterns that match nothing."""
+    """Patterns of the plan that match nothing."""
 
     @property
     def module(self) -> nn.Module:
@@ -55,7 +55,7 @@ class MatchedModel:
 
     @property
     def matched_layers(self) -> list[str]:
-        """Matched patterns for modules or parameters inside the layers."""
+        """Patterns that match modules or parameters inside the layers."""
         return [pattern for pattern in self.matched if "*" in pattern or any(map(str.isdigit, pattern.split(".")))]
 
     @property
@@ -63,7 +63,7 @@ class MatchedModel:
         return {entry.module: entry.style for entry in self.entries.values() if entry.parameter is None}
 
     def get_stacks(self) -> list[list[nn.Module]]:
-        """Return the lists of layers in which an entry matches something."""
+        """Return the model's lists of layers, except those in which no entry matches anything."""
         styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
         return [
             layers
@@ -72,21 +72,22 @@ class MatchedModel:
         ]
 
     def get_text_stacks(self) -> list[list[nn.Module]]:
-        """Return the stacks of the language model if the config identifies it, or otherwise all stacks.
+        """Return the lists of layers from :meth:`get_stacks`, except those of vision and audio towers.
 
-        Towers are left out, because their hidden states are not a sequence of the batch that could be sharded.
+        The hidden states in towers do not follow the batch's sequence, so they cannot be sharded along it. If all lists
+        belong to towers, all are returned.
         """
         stacks = [layers for layers in self.get_stacks() if layers[0] not in self.parts.towers]
         return stacks or self.get_stacks()
 
     def get_optional_head(self) -> str | None:
-        """Return the name of the output head if its features are sharded, or None."""
+        """Return the name of the output head if its vocabulary is sharded, and None otherwise."""
         head = self.parts.head
         names = [name for name, entry in self.entries.items() if entry.module is head and entry.parameter is None]
         return next((name for name in names if isinstance(self.entries[name].style, ColumnWise)), None)
 
     def get_layouts(self, ranks: int) -> dict[Slot, Layout]:
-        """Return the layouts of all parameters that are covered by an entry.
+        """Return the layouts of all parameters that the plan's entries shard or replicate.
 
         Raises:
             TypeError: If a style does not fit its module.
@@ -109,10 +110,15 @@ class MatchedModel:
 def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given: bool = False) -> MatchedModel:
     """Find the modules and parameters of a model that the entries of a plan match.
 
-    A later entry overrides earlier ones.
+    If several entries match the same module or parameter, the last one applies.
+
+    Args:
+        parts: Parts of the model.
+        plan: Styles by pattern.
+        is_given: Whether a user gave the plan.
 
     Raises:
-        TypeError: If a style for a parameter is not this package's own; other styles only fit modules.
+        TypeError: If an entry assigns one of torch's styles to a parameter; these styles work only for modules.
     """
     modules = dict(parts.module.named_modules(remove_duplicate=False))
     parameters = dict(parts.module.named_parameters(remove_duplicate=False))
@@ -126,8 +132,9 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
             if not isinstance(style, Style):
                 if name not in modules:
                     raise TypeError(
-                        f"tp_plan: {name} is a parameter, but the style {type(style).__name__} is for modules. Use the"
-                        f" module {owner}, or the name of a style for parameters ('colwise', 'rowwise', ...)."
+                        f"tp_plan: {name} is a parameter, but the style {type(style).__name__} is for modules. Assign"
+                        f" the style to the module {owner}, or use the name of a style for parameters ('colwise',"
+                        " 'rowwise', ...)."
                     )
                 result.foreign[name] = style
             elif name in modules:
@@ -140,7 +147,11 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
 
 
 def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
-    """Return a module, or the modules that replace it under peft's ``modules_to_save``, each with a name suffix."""
+    """Return the modules that take the place of a module, each with the suffix that its name gets.
+
+    This is the module itself. If peft has wrapped the module for ``modules_to_save``, it is the original module and its
+    copies.
+    """
     if not (hasattr(module, "original_module") and hasattr(module, "modules_to_save")):
         return [("", module)]
     saved = [(f".modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
@@ -148,10 +159,10 @@ def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
-    """Replace the style of a linear layer with the corresponding style of an embedding if ``module`` is an embedding.
+    """Replace a style for linear layers with the corresponding style for embeddings if ``module`` is an embedding.
 
-    torch's styles for linear layers have another meaning for embeddings. Here the result of an embedding is always
-    whole.
+    torch has the same style classes for linear layers and embeddings, but they mean something different for each. The
+    embedding styles of this package always return whole results.
     """
     if isinstance(module, nn.Embedding):
         if style == RowWise(split_input=True):
@@ -162,7 +173,7 @@ def _adapt_to_embedding(style: Style, module: nn.Module) -> Style:
 
 
 def agree_on_tied(models: list[MatchedModel], layouts: dict[Slot, Layout]) -> None:
-    """Replicate tied parameters for which the plan gives different placements in different modules."""
+    """Replicate each tied parameter for which the plan gives different placements in the modules that share it."""
     holders: dict[nn.Parameter, list[Slot]] = {}
     for module, name in layouts:
         holders.setdefault(module.get_parameter(name), []).append((module, name))

@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         {"plan": {f"{LAYER}self_attn.q_proj": "colwise", f"{LAYER}self_attn.q_prj": "colwise"}},
         ValueError,
         r"tp_plan\['model\.layers\.\*\.self_attn\.q_prj'\] matches no module and no parameter of LlamaForCausalLM\. .*"
-        r"for example model\.layers\.0",
+        r"Examples of existing names are model\.layers\.0",
     ),
     "a-name-that-is-not-whole": (
         lambda: make_rough_model(LLAMA),
@@ -157,43 +157,43 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         make_headless,
         {"loss_parallel": True},
         ValueError,
-        "loss_parallel=True: the plan shards no head of LlamaModel",
+        "loss_parallel=True: the plan shards no output head of LlamaModel",
     ),
     "loss-parallel-of-a-classifier": (
         make_classifier,
         {"loss_parallel": True},
         ValueError,
-        "loss_parallel=True: the plan shards no head of LlamaForSequenceClassification",
+        "loss_parallel=True: the plan shards no output head of LlamaForSequenceClassification",
     ),
     "loss-parallel-with-a-whole-head": (
         lambda: make_rough_model(LLAMA),
         {"loss_parallel": True, "plan": {f"{LAYER}mlp.up_proj": "colwise", f"{LAYER}mlp.down_proj": "rowwise"}},
         ValueError,
-        r"no head of LlamaForCausalLM. Add the head to tp_plan as 'colwise_gather_output'",
+        r"no output head of LlamaForCausalLM. Add the head to tp_plan as 'colwise_gather_output'",
     ),
     "loss-parallel-with-another-loss": (
         lambda: make_with_loss(other_loss),
         {"loss_parallel": True},
         ValueError,
-        "loss_parallel=True computes the loss of causal language models, but LlamaForCausalLM has other_loss",
+        "loss_parallel=True supports only the loss of causal language models, but LlamaForCausalLM uses other_loss",
     ),
     "loss-parallel-with-a-partial-loss": (
         lambda: make_with_loss(functools.partial(other_loss)),
         {"loss_parallel": True},
         ValueError,
-        r"but LlamaForCausalLM has functools\.partial\(",
+        r"but LlamaForCausalLM uses functools\.partial\(",
     ),
     "loss-parallel-with-another-loss-of-that-name": (
         lambda: make_with_loss(ForCausalLMLoss),
         {"loss_parallel": True},
         ValueError,
-        "but LlamaForCausalLM has ForCausalLMLoss",
+        "but LlamaForCausalLM uses ForCausalLMLoss",
     ),
     "a-module-in-two-layers": (
         make_with_shared_mlp,
         {},
         ValueError,
-        r"tp_size: model\.layers\.0\.mlp\.gate_proj is part of model\.layers\.1 and of model\.layers\.0 too",
+        r"tp_size: model\.layers\.0\.mlp\.gate_proj is part of both model\.layers\.1 and model\.layers\.0,",
     ),
     "layers-left-out-at-random": (
         lambda: AutoModelForCausalLM.from_config(make_config({**OPT, "layerdrop": 0.1})),
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         {"plan": {f"{LAYER}mlp.up_proj.weight": ColwiseParallel(use_local_output=False)}},
         TypeError,
         r"tp_plan: model\.layers\.0\.mlp\.up_proj\.weight is a parameter, but the style ColwiseParallel is for modules"
-        r".* Use the module model\.layers\.0\.mlp\.up_proj,",
+        r".* Assign the style to the module model\.layers\.0\.mlp\.up_proj,",
     ),
     "sequence-parallel-with-other-layouts": (
         lambda: make_rough_model(LLAMA),

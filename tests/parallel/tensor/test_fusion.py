@@ -166,7 +166,9 @@ def test_what_has_nothing_to_overlap_is_refused_before_anything_is_touched() -> 
         ):
             parallelize(model, 1, **FLAGS)
         with refuse(
-            model, ValueError, r"enable_async_tensor_parallel=True on 'cpu' devices: it needs CUDA .* Leave the flag"
+            model,
+            ValueError,
+            r"enable_async_tensor_parallel=True on 'cpu' devices: the flag needs CUDA .* Leave the flag",
         ):
             parallelize(model, 2, **FLAGS)
         # the function turns on what it needs, as the config does
