@@ -1,8 +1,9 @@
-"""Parameters under tensor parallelism, which are sharded DTensors, but plain tensors during a forward.
+"""Parameters under tensor parallelism, which are DTensors except while a forward runs.
 
-A model's own code never sees a DTensor. While a module's forward runs, this rank's parts of the parameters replace the
-parameters. The :class:`Layout` says what the gradient of a part means. Outside a forward, gradients always have the
-placement of their DTensor, so FSDP2, gradient accumulation and clipping need not know about layouts.
+A model's own code never sees a DTensor. While a module's forward runs, plain tensors with this rank's parts replace the
+parameters. The :class:`Layout` of a parameter says whether the gradient of this rank's part is complete or only a
+summand. The gradient of the parameter itself always has the placement of its DTensor, so FSDP2, gradient accumulation
+and clipping need not know about layouts.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from lightning_fsdp2.ranks.collectives import (
 )
 
 Slot = tuple[nn.Module, str]
-"""Module, and name of a parameter that it holds directly."""
+"""Module, and name of a parameter that the module holds directly."""
 
 
 REPLICATE = Replicate()
@@ -33,29 +34,29 @@ REPLICATE = Replicate()
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sharding of a parameter over the tensor parallel ranks, and the part of the parameter that each rank uses."""
+    """Sharding of a parameter over the tensor parallel ranks, and how each rank uses its part of the parameter."""
 
     placement: Placement = REPLICATE
 
     is_partial: bool = False
-    """Whether each rank uses the parameter for different activations, such as its heads or its part of the sequence.
-    The gradient of each rank is then only a summand."""
+    """Whether each rank applies the parameter to its own activations, such as its heads or its part of the sequence.
+    The gradient that each rank computes is then only a summand."""
 
     is_summed: bool = False
-    """Whether the parameter (a bias) is added to a result before the result is summed over the ranks. Only one rank may
-    then add it."""
+    """Whether the parameter is a bias that is added to a result before the result is summed over the ranks. Only one
+    rank may then add the bias."""
 
     sections: tuple[int, ...] | None = None
-    """Sizes of the parts that are packed along ``dim``, if the placement cannot express them. A rank uses its shard of
-    each part. If the parameter is sharded, it is gathered before use."""
+    """Sizes of the sections that are packed along ``dim``, such as gate and up, if the placement cannot express them. A
+    rank uses its shard of each section. If the parameter is sharded, it is gathered before use."""
 
     dim: int = 0
 
     is_uneven: bool = False
-    """Whether the parts may differ in size between ranks, because they are only gathered or summed."""
+    """Whether the ranks' shards may differ in size, because their results are only gathered or summed."""
 
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
-        """Return the sizes of the packed parts of a parameter. Each part is sharded over the ranks on its own."""
+        """Return the sizes of a parameter's packed sections, each of which is sharded over the ranks separately."""
         if self.sections is not None:
             return self.sections
         placement: Any = self.placement
@@ -63,7 +64,10 @@ class Layout:
         return (parameter.size(placement.dim) // count,) * count
 
     def get_shard(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return the part of a parameter that ``rank`` stores. A shard is a copy, so that the whole can be freed."""
+        """Return the part of a parameter that ``rank`` stores.
+
+        A shard is a copy, so that the memory of the whole parameter can be freed.
+        """
         if isinstance(self.placement, StridedShard):
             parts = whole.chunk(self.placement.split_factor, self.placement.dim)
             return torch.cat([_narrow(part, self.placement.dim, rank, ranks) for part in parts], self.placement.dim)
@@ -72,7 +76,10 @@ class Layout:
         return whole
 
     def finish(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Convert the part that this rank stores to the part that it computes with. This is differentiable."""
+        """Convert the stored part of a parameter to the part with which this rank computes.
+
+        The conversion is differentiable.
+        """
         if self.is_summed and group.rank() > 0:
             return local * 0
         if self.sections is None:
@@ -89,13 +96,13 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
     Args:
         parameter: The whole parameter.
         dim: Dim along which the projections are packed.
-        sections: Size of each part, or the number of parts if they are equal.
+        sections: Size of each projection, or the number of projections if all have the same size.
     """
     dim = dim % parameter.ndim
     if isinstance(sections, int):
         sections = (parameter.size(dim) // sections,) * sections
     if parameter.ndim == 1:
-        # replicated, because a bias is small and FSDP2 shards the same dim
+        # replicate biases, because they are small and FSDP2 shards their only dim
         return Layout(is_partial=True, sections=sections, dim=dim)
     if len(set(sections)) == 1 and has_packed_shards():
         return Layout(placement=StridedShard(dim, split_factor=len(sections)))
@@ -103,7 +110,7 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
 
 
 def shard_parameters(layouts: dict[Slot, Layout], mesh: DeviceMesh) -> None:
-    """Replace every parameter in ``layouts`` with a DTensor on ``mesh``; tied parameters stay tied."""
+    """Replace every parameter in ``layouts`` with a DTensor on ``mesh``. Tied parameters stay tied."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (module, name), layout in layouts.items():
         parameter = module._parameters[name]
@@ -121,14 +128,14 @@ def compute_with_local_parameters(
     modules: Iterable[nn.Module] | None = None,
     methods: Iterable[str] = ("forward",),
 ) -> None:
-    """Make methods of ``top`` compute with plain tensors: this rank's parts of the parameters.
+    """Make methods of ``top`` compute with this rank's parts of the parameters, as plain tensors.
 
     Args:
         top: Module whose methods are wrapped.
         layouts: Layouts of all parameters of ``top``. Layouts of other parameters are ignored.
         group: Process group of the tensor parallel ranks.
-        modules: Modules whose parameters are replaced during the methods. By default, these are all modules in ``top``.
-        methods: Names of the methods.
+        modules: Modules whose parameters are replaced while a method runs. None for all modules in ``top``.
+        methods: Names of the methods to wrap.
     """
     inside = set(top.modules() if modules is None else modules)
     slots = [(*slot, layout) for slot, layout in layouts.items() if slot[0] in inside]
@@ -137,14 +144,14 @@ def compute_with_local_parameters(
 
 
 class _LocalParameters:
-    """Wrapper of a method that replaces sharded parameters with this rank's parts while the method runs."""
+    """Wrapper of a method that replaces DTensor parameters with this rank's parts while the method runs."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Layout]], group: dist.ProcessGroup) -> None:
         self.slots = slots
         self.group = group
 
     def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # there is no DTensor left if a module around this one has already replaced them
+        # an enclosing module's wrapper may already have replaced some parameters, which are then no DTensors
         sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
         saved = [module._parameters[name] for module, name, _ in sharded]
         try:
@@ -156,7 +163,10 @@ class _LocalParameters:
                 module._parameters[name] = parameter
 
     def _to_local(self, parameters: list[Any], slots: list[tuple[nn.Module, str, Layout]]) -> list[Any]:
-        """Return this rank's part of each parameter; one all-reduce sums the gradients of all partial parameters."""
+        """Return the part of each parameter that this rank stores.
+
+        In backward, a single all-reduce sums the gradients of all partial parameters.
+        """
         local = [parameter.to_local() for parameter in parameters]
         partial = [i for i, (_, _, layout) in enumerate(slots) if layout.is_partial and local[i].requires_grad]
         if partial:
@@ -166,7 +176,7 @@ class _LocalParameters:
 
 
 def get_slots(modules: Iterable[nn.Module]) -> list[Slot]:
-    """Return the slots of all parameters that ``modules`` hold directly."""
+    """Return the slots of all parameters that the given modules hold directly, not counting their submodules."""
     return [(m, name) for m in modules for name, parameter in m._parameters.items() if parameter is not None]
 
 

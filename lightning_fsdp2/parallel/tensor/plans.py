@@ -1,8 +1,9 @@
 """Tensor parallel plans, which assign a style to each module of a model.
 
-A plan maps patterns to styles. A pattern is the name of a module or parameter, in which ``*`` stands for one component,
-such as the number of a layer. Most models of transformers have a plan, and :data:`STYLES` translates the names of its
-styles. ``families.py`` has plans for families whose own plan is missing or shards too little.
+A plan maps patterns to styles. A pattern is the name of a module or parameter, in which ``*`` stands for any one
+component, such as the number of a layer. Most models in transformers have a plan, whose style names :data:`STYLES` maps
+to this package's styles. ``families.py`` has plans for families whose plan in transformers is missing, incomplete or
+wrong.
 """
 
 import re
@@ -44,7 +45,7 @@ from lightning_fsdp2.parallel.tensor.styles import (
 
 Plan = dict[str, ParallelStyle]
 PlanOption = Mapping[str, "str | ParallelStyle"] | PlanBuilder | str | None
-"""Type of the plans that users may give; see :func:`get_plan`."""
+"""Type of the plans that users may pass; see :func:`get_plan`."""
 
 STYLES: dict[str, Style] = {
     "colwise": ColumnWise(),
@@ -65,7 +66,7 @@ STYLES: dict[str, Style] = {
     "mla_kv_a_proj": LatentKeyValue(),
     "all_reduce": SummedResult(),
 }
-"""Styles by their names in the plans of transformers (5.17 to 5.23)."""
+"""Styles of this package, by the names that plans in transformers 5.17 to 5.23 use."""
 
 _REFUSED = {
     "sequence_parallel": "sequence parallelism is derived from the rest of the plan; set sequence_parallel=True",
@@ -87,21 +88,21 @@ def register_tp_plan(
     """Register a tensor parallel plan for a model class or family, which replaces the default plan.
 
     Args:
-        model: Model class, whose subclasses are included, or the ``model_type`` of a config.
+        model: Model class, or the ``model_type`` of a config. A class stands for its subclasses too.
         plan: Dict from patterns to styles, or a function that takes the model and returns such a dict. Patterns are
             relative to the model.
-        traits: Traits of the model's layers for sequence parallelism. Few models need any.
+        traits: Properties of the model's layers that sequence parallelism needs. Few models need any.
     """
     _registered[model] = (plan if callable(plan) else lambda _: plan, traits)
 
 
 def is_registered(model: nn.Module) -> bool:
-    """Return whether :func:`register_tp_plan` was called for the class or family of ``model``."""
+    """Return whether a plan was registered with :func:`register_tp_plan` for the class or family of ``model``."""
     return _get_registered(model) is not None
 
 
 def get_layer_traits(parts: ModelParts) -> LayerTraits:
-    """Return the layer traits that were registered for a model, or else the traits of its family."""
+    """Return the layer traits that were registered for a model, or otherwise the default traits of its family."""
     registered = _get_registered(parts.module)
     if registered is not None:
         return registered[1]
@@ -110,7 +111,7 @@ def get_layer_traits(parts: ModelParts) -> LayerTraits:
 
 
 def _has_deepstack(parts: ModelParts) -> bool:
-    """Return whether the model takes image features that it adds to the hidden states between its layers."""
+    """Return whether the model adds image features to the hidden states between its layers (DeepStack)."""
     forwards = [signature(module.forward).parameters for module in parts.hf_models]
     return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
 
@@ -119,16 +120,16 @@ def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> Pa
     """Return the style object for an entry of a plan.
 
     Args:
-        name: Name of the module, for messages.
-        style: A style, or its name in the plans of transformers.
+        name: Pattern of the entry, for messages.
+        style: A style, or the name of a style as in the plans of transformers.
         config: Config of the model.
 
     Raises:
-        ValueError: If the name of the style is unknown or refused.
+        ValueError: If the name is unknown, or stands for a style that this package does not support.
     """
     if isinstance(style, str):
         if style in _REFUSED:
-            raise ValueError(f"tp_plan[{name!r}]={style!r} is refused: {_REFUSED[style]}.")
+            raise ValueError(f"tp_plan[{name!r}]={style!r} is not supported: {_REFUSED[style]}.")
         if style not in STYLES:
             raise ValueError(f"tp_plan[{name!r}]={style!r} is not a known style; use one of {', '.join(STYLES)}.")
         style = STYLES[style]
@@ -139,15 +140,17 @@ def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> Pa
 
 
 def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
-    """Return the plan of a Hugging Face model: a dict from patterns, relative to the model, to styles.
+    """Return the tensor parallel plan of a model: a dict from patterns, which are relative to the model, to styles.
 
     Args:
         parts: Parts of the model.
-        plan: The plan, or a function that takes the model and returns it. ``"hf"`` means the model's own plan. None
-            means the registered plan, or else this package's plan, or else the model's own plan.
+        plan: A plan, or a function that takes the model and returns a plan. ``"hf"`` means the model's own plan, which
+            transformers defines. None means the first of these that exists: the registered plan, this package's plan
+            for the family, or the model's own plan.
 
     Raises:
-        ValueError: If there is no plan.
+        TypeError: If ``plan`` is a function that does not return a dict.
+        ValueError: If there is no plan, or if it contains an unknown or unsupported style.
     """
     model = parts.module
     config = _get_config(model)
@@ -156,11 +159,11 @@ def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
     elif callable(plan):
         plan = plan(model)
     if not isinstance(plan, Mapping):
-        raise TypeError(f"tp_plan must be a dict from names to styles, but the given function returned {plan!r}.")
+        raise TypeError(f"tp_plan must be a dict from names to styles, but the given function has returned {plan!r}.")
     styles = {name: get_style(name, style, config) for name, style in plan.items()}
     heads = {name for name, module in model.named_modules() if module is parts.head}
     translated = {name: _from_torch(style, is_head=name in heads) for name, style in styles.items()}
-    # a torch style with custom layouts may pass a DTensor to the next module, and only torch's own styles accept that
+    # keep torch's styles if some have custom layouts: they may pass DTensors, which only torch's styles accept
     return translated if all(isinstance(style, Style) for style in translated.values()) else styles
 
 
@@ -178,7 +181,7 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    if not set(own) - names:  # a plan for only the head does not count: every class with a head has one
+    if not set(own) - names:  # every class with a head has at least a plan for the head, which shards no layers
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give a plan as FSDP2Config(tp_plan={{...}}), from"
             " module names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
@@ -192,12 +195,16 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
 class NoPlanError(ValueError, AssertionError):
     """Error for a model that has no tensor parallel plan.
 
-    It is both a ValueError and an AssertionError, because NeMo Automodel documents one of them and raises the other.
+    It is both a ValueError and an AssertionError for compatibility with NeMo Automodel, whose documentation names one
+    of these types, while its code raises the other.
     """
 
 
 def _add_ends(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
-    """Shard the input embedding and the head over the vocabulary where the plan leaves them replicated."""
+    """Add entries to a plan that shard the input embedding and the output head over the vocabulary.
+
+    Entries that the plan already has for these modules are kept.
+    """
     names = {module: name for name, module in parts.module.named_modules()}
     embedding, head = parts.embedding, parts.head
     ends: dict[str, str | ParallelStyle] = {}
@@ -206,7 +213,7 @@ def _add_ends(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> d
     if isinstance(head, nn.Linear) and head in names:
         ends[names[head]] = "colwise_gather_output"
     chosen = {**ends, **plan}
-    # these embeddings need the whole vocabulary; a head that is tied to such an embedding stays whole too
+    # replicate embeddings that need the whole vocabulary, and therefore also output heads that are tied to them
     chosen.update({name: "replicate" for name, module in parts.module.named_modules() if reads_token_ids(module)})
     return chosen
 
@@ -223,16 +230,16 @@ def _get_registered(model: nn.Module) -> tuple[PlanBuilder, LayerTraits] | None:
 
 
 def _add_prefix(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
-    """Make the names in a family's plan relative to the whole model.
+    """Make the patterns in a family's plan relative to the whole model.
 
-    In the plan, they are relative to the base model, which holds the layers and may be inside a model with a head. A
-    tower beside the base model may have layers with the same name.
+    In a family's plan, patterns are relative to the base model. The base model holds the layers, and may be inside a
+    model with a head. A vision or audio tower next to the base model may have layers with the same names.
     """
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
     holders = {name: module for name, module in parts.module.named_modules() if _find(module, stem)}
-    # a tower has layers too, and may come first
+    # skip towers, which may come before the base model
     holder = next((name for name, module in holders.items() if module not in parts.towers), next(iter(holders)))
     return {(f"{holder}." if holder else "") + name: style for name, style in plan.items()}
 
@@ -244,7 +251,7 @@ def _find(module: Any, path: list[str]) -> bool:
 
 
 def to_torch_style(style: ParallelStyle) -> ParallelStyle:
-    """Return the torch style that is equivalent to ``style``, or ``style`` itself if there is none."""
+    """Return the equivalent torch style, or ``style`` itself if torch has none."""
     return next((theirs() for theirs, ours in _TORCH_STYLES if ours == style), style)
 
 
@@ -261,7 +268,10 @@ _SHARDED_LOGITS: tuple[Callable[[], ParallelStyle], Style] = (
 
 
 def _from_torch(style: ParallelStyle, *, is_head: bool) -> ParallelStyle:
-    """Replace a torch style by this package's equivalent, if there is one, so that both can be combined in a plan."""
+    """Return this package's equivalent of a torch style, or ``style`` itself if there is none.
+
+    This allows plans to combine torch's styles with styles of this package.
+    """
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return style
     known = [*_TORCH_STYLES, *([_SHARDED_LOGITS] if is_head else [])]

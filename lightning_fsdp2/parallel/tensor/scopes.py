@@ -4,17 +4,19 @@ From the input of the first layer to the output of the last layer, each rank hol
 (https://arxiv.org/abs/2205.05198). Everything outside the layers sees whole sequences: position ids, masks, rotary
 embeddings, final norm and head. A layer has two kinds of children:
 
-- Norms, and other modules that process each position on its own, work on this rank's positions.
-- Every other child is a *region*: attention, MLP or MoE. Its hidden states are gathered on entry. If it has exactly one
-  row-wise projection, this projection reduce-scatters the result. Otherwise the result is sliced.
+- Norms, and other modules that process each position independently, work on this rank's positions.
+- Every other child, such as attention, MLP or MoE, is a *region*. A region gathers its hidden states on entry. If the
+  region has exactly one row-wise projection, this projection reduce-scatters the result. Otherwise, the region returns
+  a slice of the whole result.
 
-On entry, a region makes two tensors from the gathered hidden states. The gradient of the *complete* tensor is the same
-on all ranks. The gradients of the *partial* tensor are summands. The region's code sees the complete tensor, which is
-right for routers, gates and other computations that are the same on all ranks. Column-wise projections notice if their
-input is this tensor, and use the partial tensor instead.
+A region gathers the hidden states into two tensors with the same values but different backward passes. The gradient of
+the *complete* tensor must be the same on all ranks. The gradients of the *partial* tensor are summed over the ranks.
+The region's code gets the complete tensor, which is right for routers, gates and other computations that are the same
+on all ranks. Column-wise projections detect that their input is the complete tensor, and use the partial tensor
+instead.
 
-A dense region therefore needs one all-gather and one reduce-scatter in forward, and the same in backward. Nothing needs
-to be known about the model.
+A dense region therefore needs one all-gather and one reduce-scatter in forward, and the same in backward. This works
+for any model that has a tensor parallel plan.
 """
 
 import math
@@ -44,10 +46,10 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum
 
 
 class Scope:
-    """Collectives at the input and the output of a module that has a style, and changes of its random state.
+    """Collectives at the input and output of a module to which the plan assigns a style.
 
-    This base class is for whole sequences on every rank. It is used without sequence parallelism, and for modules
-    outside the layers.
+    A scope also switches the random state where activations begin or cease to differ between ranks. This base class is
+    for whole sequences on every rank. It is used without sequence parallelism, and for modules outside the layers.
     """
 
     is_scattered = False
@@ -58,36 +60,39 @@ class Scope:
         self.random = random
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the input for a module whose columns are sharded over the ranks."""
+        """Return the input for a module whose weights are sharded column-wise over the ranks."""
         self.end_shards()
         return copy_to_ranks(tensor, self.group)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return an input without a gradient that all ranks need, such as the indices of experts."""
+        """Return the whole of an input that has no gradient, such as the indices of experts."""
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Sum a result over the ranks."""
+        """Sum a module's result over the ranks."""
         self.end_shards()
         return reduce_from_ranks(tensor, self.group)
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
-        """Sum a result over the ranks that stays whole even with sequence parallelism."""
+        """Sum a module's result over the ranks, and return the whole sum even with sequence parallelism."""
         return reduce_from_ranks(tensor, self.group)
 
     def begin_shards(self) -> None:
-        """Tell the random state that activations differ between ranks from here on."""
+        """Make ranks draw different random numbers, because from now on their activations differ."""
         if self.random is not None:
             self.random.begin_shards()
 
     def end_shards(self) -> None:
-        """Tell the random state that activations are the same on all ranks from here on."""
+        """Make all ranks draw the same random numbers, because from now on their activations are the same."""
         if self.random is not None:
             self.random.end_shards()
 
 
 class LayerScope(Scope):
-    """Scope of a layer without sequence parallelism. Projections of the same tensor share one gradient all-reduce."""
+    """Scope of all modules in a layer without sequence parallelism.
+
+    Projections that read the same tensor share a single all-reduce of this tensor's gradient.
+    """
 
     def __init__(self, group: dist.ProcessGroup, random: LayerRandom | None, verification: LayerVerification) -> None:
         super().__init__(group, random)
@@ -102,7 +107,7 @@ class LayerScope(Scope):
         return self._copy
 
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward and verify the first one."""
+        """Run the layer's forward, and verify its gradients the first time."""
         hidden = get_hidden_states(args, kwargs) if args or kwargs else None
         try:
             return self.verification.run(forward, hidden, self.verification.returns, *args, **kwargs)
@@ -112,11 +117,14 @@ class LayerScope(Scope):
 
 
 class EmbeddingScope(Scope):
-    """Scope of an input embedding with sequence parallelism, where the first layer needs only a part of the result.
+    """Scope of an input embedding with sequence parallelism.
+
+    The first layer may need only this rank's part of the embedding's result, so the sum of the result over the ranks is
+    postponed until it is known whether the whole result is needed.
 
     Args:
         group: Process group of the tensor parallel ranks.
-        stacks: Stacks whose first layer may need only this rank's part.
+        stacks: Stacks of layers whose first layer may need only this rank's part of the result.
         embedding: The embedding module.
     """
 
@@ -124,18 +132,18 @@ class EmbeddingScope(Scope):
         super().__init__(group)
         self.stacks, self.embedding = stacks, embedding
         self._watched: dict[bool, bool] = {}
-        """Whether a user's hook was registered on any rank in the first forward with gradients (key True), and in the
-        first forward without gradients (key False)."""
+        """Whether a user's hook was registered on the embedding on any rank, in the first forward with gradients (key
+        True) and in the first forward without gradients (key False)."""
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
         running = [stack for stack in self.stacks if stack.is_running]
-        # if the user compiles the whole model, torch.compile would have to trace a tensor subclass
+        # avoid PendingSum if the user compiles the whole model, because torch.compile cannot trace this tensor subclass
         if not running or torch.compiler.is_compiling():
             return super().leave_whole(tensor)
         is_watched, mode = any(map(_is_foreign, get_forward_hooks(self.embedding))), torch.is_grad_enabled()
         if mode not in self._watched:
             self._watched[mode] = self._agree(is_watched, tensor)
-        # a hook may read the result on only one rank, so this must not start a collective
+        # if any rank has a hook, sum now on all ranks: the hook may read the result on only one rank, which would hang
         if self._watched[mode]:
             return super().leave_whole(tensor)
         pending = PendingSum.make(tensor, self.group, is_watched=is_watched)
@@ -143,14 +151,17 @@ class EmbeddingScope(Scope):
         return pending
 
     def _agree(self, is_watched: bool, tensor: Tensor) -> bool:
-        """Return whether ``is_watched`` is True on any rank."""
+        """Return whether ``is_watched`` is True on at least one rank."""
         if isinstance(tensor, FakeTensor):
             return is_watched
         return bool(all_reduce_tensor(torch.tensor(float(is_watched), device=tensor.device), self.group))
 
 
 class PointwiseScope(Scope):
-    """Scope of a direct child of a layer that has a style. Its input is gathered and its result is scattered."""
+    """Scope of a direct child of a sequence parallel layer to which the plan assigns a style, such as a projection.
+
+    The child's input is gathered along the sequence, and its result is scattered.
+    """
 
     is_scattered = True
 
@@ -175,13 +186,14 @@ class PointwiseScope(Scope):
 
 
 class RegionScope(Scope):
-    """Scope of a region, which is a child of a layer that sees whole sequences.
+    """Scope of a region: a child of a layer, such as attention or MLP, that works on whole sequences.
 
     Args:
-        stack: Stack of the layer.
+        stack: Stack to which the layer belongs.
         random: Random state of the layer. None if the layer draws no random numbers.
-        reduces_once: Whether the region's result comes from one row-wise projection, which can then scatter it.
-        takes_residual: Whether the region also gets hidden states that it adds to its scattered result.
+        reduces_once: Whether the region's result comes from exactly one row-wise projection, which can then
+            reduce-scatter it.
+        takes_residual: Whether the region also gets the residual, and adds it to its result itself.
         name: Name of the region, for messages.
     """
 
@@ -206,7 +218,7 @@ class RegionScope(Scope):
         dim = self.stack.dim
         if not self.stack.is_active:
             return super().leave(tensor)
-        # a part with a single position would be broadcast against whole sequences without an error
+        # do not scatter into single positions, because PyTorch would silently broadcast them against whole sequences
         if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
             return super().leave(tensor)
         if tensor.size(dim) != self.stack.whole:
@@ -216,13 +228,13 @@ class RegionScope(Scope):
         return reduce_scatter(tensor, dim, self.group)
 
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the region's forward on whole sequences and return this rank's part."""
+        """Run the region's forward on whole sequences, and return this rank's part of the result."""
         if not self.stack.is_active:
             return forward(*args, **kwargs)
         hidden = get_hidden_states(args, kwargs)
         dim = self.stack.get_token_dim(hidden)
         self._check_length(hidden, dim)
-        whole = ("encoder_hidden_states", "key_value_states")  # cross attention reads whole sequences
+        whole = ("encoder_hidden_states", "key_value_states")  # arguments of cross attention, which stay whole
         self._check_residual(hidden, [*args, *(value for name, value in kwargs.items() if name not in whole)])
         self._complete, self._partial = gather_twice(hidden, dim, self.group)
         args, kwargs = replace_hidden_states(args, kwargs, self._complete)
@@ -254,7 +266,10 @@ class RegionScope(Scope):
             raise self._make_error("was given several hidden states", hidden)
 
     def _take(self, hidden: Tensor, dim: int, output: Tensor) -> Tensor:
-        """Return this rank's part of ``output``, which may be whole, already scattered, or flattened to tokens."""
+        """Return this rank's part of a region's output, which may be whole or already scattered.
+
+        The output may also be flattened from [batch, sequence, hidden] to [tokens, hidden].
+        """
         local = hidden.shape[: dim + 1]
         whole = (*local[:-1], local[-1] * self.group.size())
         if output.shape[: dim + 1] == local or (output.ndim == 2 and len(output) == math.prod(local)):
@@ -269,12 +284,15 @@ class RegionScope(Scope):
         return ValueError(
             f"sequence_parallel=True: {self.name} {what} of shape {tuple(tensor.shape)}, but each rank holds"
             f" {self.stack.local} of {self.stack.whole} positions. The layer does not process each position of a"
-            " sequence on its own. Use sequence_parallel=False for this model."
+            " sequence independently. Use sequence_parallel=False for this model."
         )
 
 
 def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
-    """Sum a module's gradients over the ranks if it runs on a part of the sequence, after a region's reduce-scatter."""
+    """Sum the gradients of a module's parameters over the ranks if the module runs on a part of the sequence.
+
+    A module in a region does so if it runs after the projection that reduce-scatters the region's result.
+    """
 
     def run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not scope.is_scattered:
@@ -292,8 +310,8 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return whether a hook was registered by the user, and may therefore read a module's result.
+    """Return whether a forward hook may read a module's result, because the user has registered it.
 
-    Hooks of torch (FSDP2) and of this package do not read the result.
+    Hooks that belong to torch, such as those of FSDP2, and hooks of this package do not read the result.
     """
     return getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "lightning_fsdp2")

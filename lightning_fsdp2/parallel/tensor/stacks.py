@@ -1,4 +1,4 @@
-"""Stacks of layers between which the sequence is sharded; see :mod:`~lightning_fsdp2.parallel.tensor.scopes`."""
+"""Stacks of sequence parallel layers; see :mod:`~lightning_fsdp2.parallel.tensor.scopes`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum, Summands
 
 
 class Stack:
-    """Stack of layers with a sharded sequence between them. It also keeps the current length of the sequence.
+    """Stack of layers between which hidden states are sharded along the sequence, with the current sequence length.
 
     Args:
         group: Process group of the tensor parallel ranks.
@@ -33,21 +33,22 @@ class Stack:
         self.whole = 0
         self.local = 0
         self.embeddings: list[Summands] = []
-        """Results of the input embedding in the current forward that may still be summed over the ranks."""
+        """Results of the input embedding in the current forward whose sum over the ranks is still pending."""
 
     @property
     def is_active(self) -> bool:
-        """Whether the sequence is currently sharded."""
+        """Whether the current sequence is sharded over the ranks."""
         return self.local > 0
 
     def open(self, hidden: Tensor) -> Tensor:
-        """Shard the hidden states of the first layer.
+        """Shard the hidden states that the first layer gets.
 
-        A sequence whose length is not divisible by the number of ranks stays whole in a forward without gradients, such
-        as one token of ``generate``.
+        In a forward without gradients, a sequence stays whole if its length is not divisible by the number of ranks.
+        For example, ``generate`` passes sequences of one token.
 
         Raises:
-            ValueError: If such a sequence is in a forward with gradients, or if the first layer runs a second time.
+            ValueError: If the length is not divisible in a forward with gradients, or if the first layer runs twice in
+                one forward of the model.
         """
         if self.is_open and not may_be_repeated():
             raise ValueError(
@@ -73,16 +74,20 @@ class Stack:
     def run_first(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the first layer with this rank's part of the sequence.
 
-        This wraps the layer's ``__call__``, so checkpoints and compiled code inside it only see this part.
+        This method wraps the layer's ``__call__`` and not its ``forward``, so that activation checkpoints and compiled
+        code only see this rank's part.
         """
         args, kwargs = replace_hidden_states(args, kwargs, self.open(get_hidden_states(args, kwargs)))
         return call(*args, **kwargs)
 
     def enter_layer(self, hidden: Tensor, name: str) -> None:
-        """Check the length of a layer's hidden states.
+        """Check that a layer gets hidden states with this rank's number of positions.
 
-        In a recomputation, the length is restored from them instead, because forwards with other lengths may have run
-        since.
+        In a recomputation by activation checkpointing, set the sequence length from the hidden states instead, because
+        forwards with other lengths may have run since the original forward.
+
+        Raises:
+            ValueError: If the number of positions is wrong, or if the first layer has not run yet.
         """
         length = hidden.size(self.stream_dim)
         if torch.is_grad_enabled() and may_be_repeated():
@@ -95,18 +100,18 @@ class Stack:
             )
 
     def close(self, hidden: Tensor) -> Tensor:
-        """Gather the hidden states that the last layer returns, over the whole sequence."""
+        """Gather the hidden states that the last layer returns, along the sequence."""
         self.is_open = False
         return gather_shards(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
 
     def run_model(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model that contains the layers.
 
-        With ``output_hidden_states=True``, the recorded hidden states are gathered, because each layer returns only
-        this rank's part.
+        With ``output_hidden_states=True``, also gather the hidden states that the model has recorded, because each
+        layer returns only this rank's part.
 
         Raises:
-            ValueError: If the model skipped its last layer, so that it would return a part of the sequence.
+            ValueError: If the model skips its last layer. The model would then return only a part of the sequence.
         """
         outer = self.is_running, self.embeddings
         self.is_open, self.is_running, self.embeddings = False, True, []
@@ -120,7 +125,7 @@ class Stack:
             self.is_open, (self.is_running, self.embeddings) = False, outer
         if left_open and self.is_active:
             raise ValueError(
-                "sequence_parallel=True: the model skipped its last layer, which gathers the sequence. Use"
+                "sequence_parallel=True: the model skipped its last layer, which would have gathered the sequence. Use"
                 " sequence_parallel=False, or a model with fewer layers."
             )
         return output
@@ -144,9 +149,10 @@ class Stack:
         return isinstance(value, Tensor) and value.ndim > 2 and value.size(self.stream_dim) == self.local
 
     def get_token_dim(self, tensor: Tensor) -> int:
-        """Return the sharded dim of ``tensor``: the sequence dim, or 0 if the tensor is flattened to tokens.
+        """Return the dim of ``tensor`` along which the sequence is sharded.
 
-        For modules that process each token on its own, models flatten [batch, sequence, hidden] to [tokens, hidden].
+        This is the sequence dim of [batch, sequence, hidden], and dim 0 of [tokens, hidden]. Some models flatten hidden
+        states to the latter shape for modules that process each token independently.
         """
         return 0 if tensor.ndim == 2 else self.dim
 
@@ -159,9 +165,9 @@ class StackedLayer:
         random: Random state of the layer. None if the layer draws no random numbers.
         verification: Verification of the layer.
         name: Name of the layer, for messages.
-        is_last: Whether the layer is the last one, which returns whole sequences.
-        per_position: Positions and names of arguments with a value per position that the layer's own code uses. They
-            are cut to this rank's part.
+        is_last: Whether the layer is the last one in the stack, which returns whole sequences.
+        per_position: Arguments to split like the hidden states, because they have a value per position and the layer's
+            own code uses them. Each is given by its name, and also by its positional index if it has one.
     """
 
     def __init__(
@@ -208,13 +214,16 @@ def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def replace_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the hidden states replaced by ``hidden``; see :func:`get_hidden_states`."""
+    """Return the arguments of a layer or of one of its children, with the hidden states replaced by ``hidden``."""
     name = _get_optional_name(args, kwargs)
     return ((hidden, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: hidden})
 
 
 def _get_optional_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the keyword argument with the hidden states, or None if they are the first positional one."""
+    """Return the name of the keyword argument that holds the hidden states.
+
+    Return None if the hidden states are the first positional argument.
+    """
     if "hidden_states" in kwargs or not args:
         return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
     return None
@@ -223,7 +232,7 @@ def _get_optional_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
 def map_hidden_states(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``function`` to the hidden states in the output of a layer or of one of its children.
 
-    The hidden states are the output itself or its first item.
+    The hidden states are the output itself if it is a tensor, and otherwise its first item.
     """
     if isinstance(output, Tensor):
         return function(output)
@@ -231,5 +240,5 @@ def map_hidden_states(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def may_be_repeated() -> bool:
-    """Return whether this forward may be a recomputation by activation checkpointing in backward."""
+    """Return whether the current forward may be a recomputation, in backward, by activation checkpointing."""
     return torch.compiler.is_compiling() or is_in_backward()

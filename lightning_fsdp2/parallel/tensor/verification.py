@@ -1,17 +1,18 @@
-"""Verification of the gradients under a tensor parallel plan, with the autograd graph of a layer's first forward.
+"""Verification that a tensor parallel plan gives correct gradients, by the autograd graph of a layer's first forward.
 
-Correct logits do not prove that gradients are correct. An example are the query and key norms of Qwen3. If a plan
-replicates them although each rank applies them to its own heads, the logits are correct, but each gradient lacks the
-parts of the other ranks.
+Correct logits do not prove that gradients are correct. For example, each rank applies the query and key norms of Qwen3
+to its own heads. If a plan nevertheless replicates these norms without summing their gradients, the logits are correct,
+but the gradient on each rank lacks the summands of the other ranks.
 
 The verification sorts the values in the graph into two kinds. *Equal* values are the same on all ranks, and have
-complete gradients. *Own* values differ between ranks: they are shards or summands, or were computed from these. Only
-the functions of :mod:`~lightning_fsdp2.ranks.collectives` may convert one kind to the other, and each of them needs an
-input of the right kind. No other operation may combine the two kinds if both values have gradients. This rule is valid
-for any plan and any code between the modules.
+complete gradients. *Own* values differ between ranks: they are shards or summands, or were computed from shards or
+summands. Only the functions of :mod:`~lightning_fsdp2.ranks.collectives` may convert one kind to the other, and each of
+these functions needs an input of the right kind. No other operation may combine the two kinds if both values have
+gradients. This rule is valid for any plan and any code between the modules.
 
-Some values cannot be followed, and may be of either kind: values without a gradient, results of other autograd
-functions (kernels, compiled code, reentrant checkpointing), and DTensors, which have placements of their own.
+For some values, the kind cannot be determined, and either kind is accepted. These are values without a gradient,
+results of other autograd functions (kernels, compiled code, reentrant checkpointing), and DTensors, which have their
+own placements.
 """
 
 import re
@@ -34,13 +35,16 @@ _SIZES_DIFFER = re.compile("must match the size|shapes cannot be multiplied|is i
 
 
 class LayerVerification:
-    """Verification of a layer in its first forward with gradients, which is repeated if other parameters are trained.
+    """Verification of a layer's gradients in its first forward with gradients.
+
+    The verification is repeated when different parameters of the layer are trained.
 
     Args:
-        layer: The layer. While its forward runs, its parameters must be the tensors with which it computes.
+        layer: The layer. While its forward runs, it must hold its parameters as plain tensors with this rank's parts.
         name: Name of the layer, for messages.
-        returns: Kind that the layer's result must have. EITHER if the kind of the layer's input is not known.
-        is_given: Whether a user gave the plan. Errors about sizes are then explained as errors of the plan.
+        returns: Kind that the layer's result must have. EITHER if this is not known.
+        is_given: Whether a user gave the plan. If so, errors about mismatched sizes are explained as errors in the
+            plan.
     """
 
     def __init__(self, layer: nn.Module, name: str, *, returns: Kind, is_given: bool) -> None:
@@ -52,17 +56,18 @@ class LayerVerification:
         self._verified: set[tuple[bool, ...]] = set()
 
     def run(self, forward: Callable[..., Any], hidden: Any, kind: Kind, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward, and verify the graph from its results back to its input.
+        """Run the layer's forward, and verify the autograd graph between the layer's input and its results.
 
         Args:
             forward: The layer's own forward.
-            hidden: The layer's input.
-            kind: Kind of the input.
+            hidden: Hidden states that the layer gets.
+            kind: Kind of these hidden states.
             *args: Arguments of the forward.
             **kwargs: Arguments of the forward.
 
         Raises:
-            ValueError: If a gradient would be wrong, or if sizes do not match with a user's plan.
+            ValueError: If a gradient would be wrong, or if the forward fails with a user's plan because sizes do not
+                match.
         """
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
@@ -87,23 +92,24 @@ class LayerVerification:
         for tensor in results:
             kind = graph.get_kind(_get_edge(tensor))
             is_result = tensor is results[0]
-            # a loss must be equal, because it is added to other losses
-            # attention weights and cached keys may be of either kind, because they belong to each rank's heads
+            # a scalar must be equal, because it is a loss, and losses are added to each other
+            # other results may be of either kind: attention weights and cached keys belong to each rank's own heads
             wanted = self.returns if is_result else Kind.EQUAL if tensor.ndim == 0 else Kind.EITHER
             if {kind, wanted} == {Kind.EQUAL, Kind.OWN}:
                 raise graph.make_result_error(_get_edge(tensor), kind)
 
     def _make_size_error(self, error: RuntimeError) -> ValueError:
         return ValueError(
-            f"tp_plan: {self.name} failed with sharded parameters: {error}. If it does not fail with tp_size=1, then"
+            f"tp_plan: {self.name} failed with sharded parameters: {error}. If the layer does not fail with tp_size=1,"
             " either a module without an entry reads the sharded features of a 'colwise' projection, or the layer's own"
-            " code expects all heads or features. Add an entry ('rowwise', or ShardedNorm(), LocalHeads(...) etc. from"
-            " lightning_fsdp2.parallel.tensor.styles), or gather the outputs with 'colwise_gather_output'."
+            " code expects all heads or features. Add an entry for this module ('rowwise', or ShardedNorm(),"
+            " LocalHeads(...) etc. from lightning_fsdp2.parallel.tensor.styles), or gather the outputs of the"
+            " projection with 'colwise_gather_output'."
         )
 
 
 class _Graph:
-    """Autograd graph of a layer, with the kind of each value, which is determined once."""
+    """Autograd graph of a layer, with the kind of each value. Each kind is determined only once."""
 
     def __init__(self, layer: nn.Module, name: str, known: dict[Edge, Kind]) -> None:
         self.name = name
@@ -119,7 +125,7 @@ class _Graph:
         if edge in self.known:
             return self.known[edge]
         pending = [edge[0]]
-        while pending:  # a loop and no recursion, because graphs are deep
+        while pending:  # a loop, because graphs are too deep for recursion
             node = pending[-1]
             missing = [n for n, i in self._get_inputs(node) if (n, i) not in self.known and n not in self.kinds]
             pending += missing
@@ -130,7 +136,11 @@ class _Graph:
         return self.kinds[edge[0]]
 
     def _judge(self, node: Any) -> Kind:
-        """Return the kind of the results of a node, after the kinds of its inputs were determined."""
+        """Return the kind of a node's results. The kinds of the node's inputs must already be known.
+
+        Raises:
+            ValueError: If the node's inputs do not have the kinds that the node needs.
+        """
         inputs = {edge: self.known.get(edge) or self.kinds[edge[0]] for edge in self._get_inputs(node)}
         placements = get_dtensor_crossing(node)
         if placements is not None:
@@ -155,9 +165,10 @@ class _Graph:
         return ValueError(
             f"tp_plan: in {self.name}, a value that is equal on all ranks (computed with {equal}) is combined with a"
             f" value that differs between ranks (computed with {own}). The gradient of the equal value would lack the"
-            " parts of the other ranks. Add an entry for the module that computes the equal value: 'colwise' for a"
-            " projection, or 'replicated_with_grad_allreduce' for a module that processes each head on its own. Or, if"
-            " the layer's code reads the weight of the other module without calling it, remove that module's entry."
+            " summands of the other ranks. Add an entry for the module that computes the equal value: 'colwise' for a"
+            " projection, or 'replicated_with_grad_allreduce' for a module that processes each head independently. Or,"
+            " if the layer's code reads the weight of the module that computes the differing value without calling that"
+            " module, remove its entry."
         )
 
     def _make_misuse_error(self, taken: Kind, edge: Edge) -> ValueError:
@@ -165,12 +176,13 @@ class _Graph:
         if taken is Kind.EQUAL:
             return ValueError(
                 f"tp_plan: in {self.name}, a value that differs between ranks (computed with {found}) is used as if it"
-                " were equal on all ranks. Add a 'rowwise' entry for the projection that should follow, or use"
-                " 'colwise_gather_output'."
+                " were equal on all ranks. Add a 'rowwise' entry for the projection that reads this value, or use"
+                " 'colwise_gather_output' for the projection that computes it."
             )
         return ValueError(
             f"tp_plan: in {self.name}, a value that is equal on all ranks (computed with {found}) is summed over the"
-            " ranks. Remove the entry that sums it ('rowwise', 'all_reduce', 'moe_tp_experts'), or shard its inputs."
+            " ranks. Remove the entry that sums this value ('rowwise', 'all_reduce', 'moe_tp_experts'), or add entries"
+            " that shard the inputs of the value."
         )
 
     def make_result_error(self, edge: Edge, kind: Kind) -> ValueError:
@@ -186,7 +198,10 @@ class _Graph:
         )
 
     def _describe(self, edge: Edge) -> str:
-        """Return the name of the last parameter that was used to compute a value, after the last collective."""
+        """Return the name of the last parameter that was used to compute a value.
+
+        Only parameters that were used after the last collective count. If there is none, return ``"its input"``.
+        """
         seen, front = {edge[0]}, [edge]
         while front:
             for place in front:
@@ -200,14 +215,15 @@ class _Graph:
     def _get_inputs(self, node: Any) -> list[Edge]:
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         for i, edge in enumerate(edges):
-            while edge not in self.known and is_fsdp_pass_through(edge[0]):  # all arguments of a unit share this node
+            # skip nodes of FSDP2 through which all arguments of a unit pass unchanged
+            while edge not in self.known and is_fsdp_pass_through(edge[0]):
                 edge = edge[0].next_functions[edge[1]]
             edges[i] = edge
         return edges
 
 
 def _get_edge(tensor: Tensor) -> Edge:
-    """Return the place of a tensor with a gradient in the autograd graph."""
+    """Return the edge of the autograd graph that stands for a tensor."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
@@ -221,7 +237,10 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _iterate_parameters(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and current parameters of a layer, even if they are not ``nn.Parameter`` but a rank's parts."""
+    """Yield the names and current parameters of a layer.
+
+    This includes plain tensors that replace the parameters while the forward runs.
+    """
     for prefix, module in layer.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "norms-of-all-heads": (
         make("olmo2"),
         ATTENTION,
-        r"model\.layers\.0 failed with sharded parameters: .* Add an entry \('rowwise', or ShardedNorm\(\)",
+        r"model\.layers\.0 failed with sharded parameters: .* Add an entry for this module \('rowwise', or ShardedNorm\(\)",
     ),
     "keys-and-values-of-all-heads": (
         make("llama"),

@@ -1,8 +1,8 @@
-"""The tensor parallel styles: how a module's parameters are sharded, and what happens to its inputs and results.
+"""Tensor parallel styles, which say how a module's parameters are sharded and how its inputs and results change.
 
-Each style is a :class:`torch.distributed.tensor.parallel.ParallelStyle`, so that
-:func:`torch.distributed.tensor.parallel.parallelize_module` accepts it as well. Styles hold no state, so one style can
-serve any number of modules.
+Each style is a :class:`torch.distributed.tensor.parallel.ParallelStyle`, so
+:func:`torch.distributed.tensor.parallel.parallelize_module` accepts it as well. Styles hold no state, so the same style
+object can be used for any number of modules.
 """
 
 from lightning_fsdp2.parallel.tensor.styles.attention import LatentKeyValue, LocalHeads, PerHeadModules

@@ -1,4 +1,4 @@
-"""The styles of attention modules and their parts, where each rank computes some of the heads."""
+"""Styles of attention modules and their submodules, with which each rank computes its share of the heads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,19 +14,23 @@ from lightning_fsdp2.ranks.collectives import copy_last_to_ranks, get_shard_rang
 
 @dataclass(unsafe_hash=True)
 class LocalHeads(Style):
-    """Style of an attention module that reads its number of heads. Each rank computes some of the heads."""
+    """Style of an attention module that reads its number of heads from attributes or from its config.
+
+    These numbers are divided by the number of ranks, so that each rank computes its share of the heads.
+    """
 
     attributes: tuple[str, ...] = ()
     """Names of the module's integer attributes to divide by the number of ranks."""
 
     config: tuple[str, ...] = ()
-    """Names of the fields to divide in the ``config`` that the module reads."""
+    """Names of the fields in the module's ``config`` to divide by the number of ranks."""
 
     per_head: tuple[str, ...] = ()
-    """Names of keyword arguments with values for each head: [batch * heads, ...] or [batch, heads, ...]."""
+    """Names of keyword arguments with values for each head, [batch * heads, ...] or [batch, heads, ...], from which
+    each rank takes the values of its own heads."""
 
     heads: int = 0
-    """Number of heads on all ranks, for ``per_head``."""
+    """Total number of heads on all ranks. Needed only with ``per_head``."""
 
     def get_layouts(self, module: Any, ranks: int) -> dict[Slot, Layout]:
         for owner, names in ((module, self.attributes), (getattr(module, "config", None), self.config)):
@@ -61,12 +65,13 @@ class LocalHeads(Style):
 
 @dataclass(unsafe_hash=True)
 class PerHeadModules(Style):
-    """Style of a module with a ``ModuleList`` of one module per head. Each rank uses the modules of its own heads.
+    """Style of a module that holds a ``ModuleList`` with one module per head.
 
-    ``attribute`` is the name of the list.
+    Each rank uses only the modules of its own heads.
     """
 
     attribute: str
+    """Name of the attribute that holds the ``ModuleList``."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         return dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
@@ -83,23 +88,26 @@ class PerHeadModules(Style):
 
 @dataclass(unsafe_hash=True)
 class LatentKeyValue(Style):
-    """Style of the projection in multi-head latent attention that computes the latent and the rotary part of the keys.
+    """Style of the projection in multi-head latent attention that computes the latent part and the rotary part of keys.
 
-    The projection is replicated. The latent part goes through a column-wise projection. The rotary part goes straight
-    to each rank's heads, so its gradient must be summed over the ranks.
+    The projection is replicated. A column-wise projection reads the latent part. Each rank's heads read the rotary part
+    directly, so its gradient must be summed over the ranks.
     """
 
     rotary_features: int | None = None
-    """Number of rotary features. None takes ``qk_rope_head_dim`` from the model's config."""
+    """Number of rotary features. None for ``qk_rope_head_dim`` of the model's config."""
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.rotary_features is None:
-            raise ValueError("LatentKeyValue(rotary_features=None) outside of a plan: give `config.qk_rope_head_dim`.")
+            raise ValueError(
+                "LatentKeyValue(rotary_features=None) has no number of rotary features, because the style is not part"
+                " of a plan or the model's config has no `qk_rope_head_dim`. Set rotary_features."
+            )
         return copy_last_to_ranks(forward(*args, **kwargs), self.rotary_features, scope.group)
 
 
 class _ConfigView:
-    """View of a model's config in which some fields have other values; the rest is read from the config itself."""
+    """View of a model's config in which the values of some fields are replaced."""
 
     def __init__(self, config: Any, fields: dict[str, Any]) -> None:
         self.__dict__.update(fields, _config=config)

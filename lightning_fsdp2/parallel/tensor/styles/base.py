@@ -1,4 +1,4 @@
-"""The base class of tensor parallel styles, and the styles that place parameters but do not change the forward."""
+"""Base class of tensor parallel styles, and styles that only place parameters and do not change the forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,49 +23,57 @@ from lightning_fsdp2.parallel.tensor.scopes import Scope
 
 
 class Style(ParallelStyle):
-    """Base class of tensor parallel styles. A style is a way to run a module on several tensor parallel ranks."""
+    """Way in which the tensor parallel ranks run a module together."""
 
     is_boundary: ClassVar[bool] = False
-    """Whether the module turns values that all ranks share into values that differ by rank, or the reverse."""
+    """Whether the module converts values that are equal on all ranks to values that differ between ranks, or the
+    reverse."""
 
     reduces: ClassVar[bool] = False
     """Whether the module's result is a sum over the ranks."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
-        """Return the layouts of parameters of ``module``; parameters that are not in the result stay replicated.
+        """Return the layouts of those parameters of ``module`` that this style does not simply replicate.
+
+        Args:
+            module: Module to which the style is assigned.
+            ranks: Number of tensor parallel ranks.
 
         Raises:
-            TypeError: If the style does not fit the module.
+            TypeError: If the style cannot be used for this module.
         """
         return {}
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
-        """Return the layout of a parameter that an entry of a plan names directly.
+        """Return the layout of a parameter to which a plan assigns this style directly.
 
         Raises:
-            TypeError: If the style is for modules only.
+            TypeError: If this style can be assigned only to modules.
         """
         raise TypeError(f"The style {type(self).__name__} is for modules, not for a parameter.")
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of ``module``, which holds this rank's parts of its parameters."""
+        """Run the forward of ``module``, whose parameters are this rank's parts while this method runs."""
         return forward(*args, **kwargs)
 
     def install(self, module: nn.Module, scope: Scope) -> None:
-        """Let this style run the forward of ``module``. Other functions shard the parameters and make them local."""
+        """Wrap the forward of ``module`` in :meth:`run`.
+
+        This does not shard the parameters; see :mod:`~lightning_fsdp2.parallel.tensor.parameters`.
+        """
         if type(self).run is not Style.run:
             wrap_method(module, partial(self._run_positional, module, scope))
 
     def _run_positional(
         self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call :meth:`run`, and pass a projection's only argument by position even if it was given by name."""
+        """Call :meth:`run`. If there is only one argument, pass it by position even if the caller passed it by name."""
         if not args and len(kwargs) == 1:
             args, kwargs = tuple(kwargs.values()), {}
         return self.run(module, scope, forward, *args, **kwargs)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Apply the style to this module alone, on whole sequences; ``parallelize_module`` calls this."""
+        """Apply the style to a single module without sequence parallelism. ``parallelize_module`` calls this method."""
         layouts = dict.fromkeys(get_slots(module.modules()), Layout())
         layouts |= self.get_layouts(module, device_mesh.size())
         shard_parameters(layouts, device_mesh)
@@ -76,13 +84,11 @@ class Style(ParallelStyle):
 
 @dataclass(unsafe_hash=True)
 class Replicated(Style):
-    """Style of a module that is whole on every rank.
-
-    With ``on_shards``, the module works on the rank's own heads or features, as the q and k norms of Qwen3 do. The
-    gradient of each rank is then a summand of the whole gradient.
-    """
+    """Style of a module that is replicated on every rank."""
 
     on_shards: bool = False
+    """Whether the module processes only this rank's heads or features, as the query and key norms of Qwen3 do. The
+    gradient that each rank computes is then only a summand."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         return dict.fromkeys(get_slots(module.modules()), Layout(is_partial=self.on_shards))
@@ -90,11 +96,11 @@ class Replicated(Style):
 
 @dataclass(unsafe_hash=True)
 class ShardParameter(Style):
-    """Style for a parameter that a tensor parallel plan names directly: one dim of the parameter is sharded."""
+    """Style that shards a single parameter along one of its dims."""
 
     dim: int = 0
     sections: int | None = None
-    """Number of equal parts that are packed along ``dim``."""
+    """Number of sections of equal size that are packed along ``dim``. None if nothing is packed."""
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
         if self.sections is not None:
@@ -104,7 +110,10 @@ class ShardParameter(Style):
 
 @dataclass(unsafe_hash=True)
 class SummedParameter(Style):
-    """Style for a parameter that a plan names directly, in a module whose result is summed over the ranks."""
+    """Style of a single bias that a module adds to its result before the result is summed over the ranks.
+
+    The bias is replicated, and only one rank adds it.
+    """
 
     def get_parameter_layout(self, parameter: Tensor) -> Layout:
         return Layout(is_summed=True, is_partial=True)

@@ -1,4 +1,4 @@
-"""The styles of embeddings: sharded over the vocabulary or over features."""
+"""Styles of embeddings, which are sharded over the vocabulary or over features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from lightning_fsdp2.ranks.collectives import gather_shards, get_shard_range
 
 @dataclass(unsafe_hash=True)
 class VocabularyEmbedding(Style):
-    """Style of an embedding that is sharded over the vocabulary: each rank holds the vectors of some tokens."""
+    """Style of an embedding whose vocabulary is sharded over the ranks."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
-        # other parameters, such as those of a norm of the result, see only this rank's tokens
+        # gradients of other parameters, such as those of a norm of the result, come only from this rank's tokens
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
@@ -31,7 +31,7 @@ class VocabularyEmbedding(Style):
             ((ids >= 0) & (ids < size)).all(), f"A token id is not in the embedding's range of 0 to {size - 1}."
         )
         start, length = get_shard_range(size, scope.group.rank(), scope.group.size())
-        if length == 0:  # more ranks than tokens
+        if length == 0:  # there are more ranks than tokens in the vocabulary
             nothing = module.weight.sum() + module.weight.new_zeros((*ids.shape, module.embedding_dim))
             return scope.leave_whole(nothing)
         is_elsewhere = (ids < start) | (ids >= start + length)
@@ -48,12 +48,12 @@ class VocabularyEmbedding(Style):
 
 @dataclass(unsafe_hash=True)
 class FeatureEmbedding(Style):
-    """Style of an embedding that is sharded over features: each rank holds some features of every token."""
+    """Style of an embedding whose features are sharded over the ranks. Each rank holds some features of every token."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
         if len(get_slots(module.modules())) > 1:
-            raise TypeError(f"{type(module).__name__} has parameters of its own, which need whole features.")
+            raise TypeError(f"{type(module).__name__} has parameters besides its weight, which need all features.")
         return {(module, "weight"): Layout(placement=Shard(1), is_uneven=True)}
 
     def run(self, module: Any, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -61,19 +61,19 @@ class FeatureEmbedding(Style):
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Return whether an embedding has parameters apart from its weight, which its forward uses for some token ids."""
+    """Return whether an embedding has its own parameters besides the weight, which it may use for certain token ids."""
     return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
 
 
 def _check_embedding(style: Style, module: nn.Module) -> None:
     if hasattr(module, "base_layer"):
-        raise TypeError("adapters on an embedding do not work under tensor parallelism; add none to the embedding.")
+        raise TypeError("adapters on an embedding do not work under tensor parallelism; remove the adapter.")
     if not isinstance(module, nn.Embedding):
         raise TypeError(f"{type(module).__name__} is not an nn.Embedding; the style {type(style).__name__} needs one.")
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise TypeError("nn.Embedding with max_norm, sparse or scale_grad_by_freq needs the whole weight on each rank.")
     if reads_token_ids(module):
         raise TypeError(
-            f"{type(module).__name__} has embeddings of its own for some tokens, whose ids a rank with a part of the"
-            " vocabulary does not see; use the style 'replicate' for it."
+            f"{type(module).__name__} has separate parameters for some token ids, and a rank that holds only a part of"
+            " the vocabulary does not see these ids; use the style 'replicate' for this module."
         )

@@ -1,4 +1,4 @@
-"""The styles of mixtures of experts, whose result is a sum over the ranks."""
+"""Styles of mixtures of experts, whose result is a sum over the ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from lightning_fsdp2.parallel.tensor.styles.base import Style
 
 @dataclass(unsafe_hash=True)
 class SummedResult(Style):
-    """Style of a module with sharded parameters, in which each rank computes a summand of the result.
+    """Style of a module whose result is summed over the ranks, because its parameters are sharded.
 
-    This is mainly for the experts of a mixture. Each expert is sharded, so every rank computes a summand for every
-    token. The plan has separate entries for the parameters, such as ``layers.*.mlp.experts.gate_up_proj``.
+    This style is mainly for the experts of a mixture of experts. Each expert is sharded over all ranks, so every rank
+    computes a summand for every token. The plan needs separate entries that shard the parameters, such as
+    ``layers.*.mlp.experts.gate_up_proj``.
     """
 
     is_boundary: ClassVar[bool] = True
@@ -33,14 +34,17 @@ class SummedResult(Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise TypeError(
-            f"{type(module).__name__}: `parallelize_module` knows modules only, and would leave its parameters"
-            " whole; use `fsdp2_strategy_parallelize` or `apply_tensor_parallel`."
+            f"{type(module).__name__}: `parallelize_module` cannot assign styles to parameters, so it would not shard"
+            " the parameters of this module; use `fsdp2_strategy_parallelize` or `apply_tensor_parallel`."
         )
 
 
 @dataclass(unsafe_hash=True)
 class IdentityExpert(Style):
-    """Style of an expert that returns its input. Each rank returns an equal share, since the results are summed."""
+    """Style of an expert that returns its input.
+
+    Each rank returns the input divided by the number of ranks, because the results are summed over the ranks.
+    """
 
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return forward(args[0] / scope.group.size(), *args[1:], **kwargs)

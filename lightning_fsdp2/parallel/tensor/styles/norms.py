@@ -1,4 +1,4 @@
-"""The style of norms over a sharded dim."""
+"""Style of norms over a sharded dim."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from lightning_fsdp2.ranks.collectives import sum_over_ranks
 
 @dataclass(unsafe_hash=True)
 class ShardedNorm(Style):
-    """Style of an RMS norm over a sharded dim, such as the norms over all heads in OLMo2.
+    """Style of an RMS norm over a dim that is sharded, such as OLMo2's norms over all heads.
 
-    The module's own forward runs on the rank's features. Its result is then corrected by the ratio of the rank's root
-    mean square to that of all features, so any weight convention (``w`` or ``1 + w``) works.
+    The module's own forward runs on this rank's features. The result is then multiplied by the root mean square of this
+    rank's features and divided by the root mean square of all features. This works for norms that scale by ``w`` and
+    for norms that scale by ``1 + w``.
     """
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
@@ -30,7 +31,7 @@ class ShardedNorm(Style):
         return {(module, "weight"): Layout(placement=Shard(0))}
 
     def install(self, module: Any, scope: Scope) -> None:
-        if hasattr(module, "normalized_shape"):  # torch's own norm
+        if hasattr(module, "normalized_shape"):  # only torch's own norm checks the shape of its input
             module.normalized_shape = (module.normalized_shape[0] // scope.group.size(),)
         super().install(module, scope)
 
@@ -46,5 +47,5 @@ class ShardedNorm(Style):
 
 def _get_epsilon(norm: Any) -> float:
     values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    # without a given epsilon, torch's own norm uses the machine epsilon of its compute dtype
+    # if the norm has no epsilon, torch uses the machine epsilon of the dtype in which it computes
     return next((value for value in values if value is not None), torch.finfo(torch.float32).eps)

@@ -1,4 +1,4 @@
-"""The styles of linear layers, sharded by their outputs or inputs, and of the adapters that peft adds to them."""
+"""Styles of linear layers, which are sharded along their outputs or inputs, and of the adapters that peft adds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +16,25 @@ from lightning_fsdp2.parallel.tensor.styles.base import Style
 from lightning_fsdp2.ranks.collectives import copy_to_ranks, gather_shards, get_shard_range, reduce_scatter, split
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
-"""Name of the attribute that keeps the total number of outputs of a ``Conv1D``; ``nf`` becomes the rank's number."""
+"""Name of the attribute that keeps the total number of outputs of a ``Conv1D``. Its ``nf`` becomes this rank's number.
+"""
 
 
 @dataclass(unsafe_hash=True)
 class ColumnWise(Style):
-    """Style of a projection whose outputs are sharded: each rank computes some heads, features or logits."""
+    """Style of a projection whose output features are sharded.
+
+    Each rank computes its share of the heads, of the intermediate features or of the vocabulary.
+    """
 
     is_boundary: ClassVar[bool] = True
 
     gather_output: bool = False
-    """Whether every rank returns all outputs."""
+    """Whether the outputs are gathered, so that every rank returns all of them."""
 
     sections: int | tuple[int, ...] | None = None
-    """Number of projections that are packed into this one, or their sizes if they differ. None if nothing is packed."""
+    """Number of projections that are packed into this one, such as gate and up, or their sizes if these differ. None if
+    nothing is packed."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         layouts: dict[Slot, Layout] = {}
@@ -74,17 +79,18 @@ class ColumnWise(Style):
 
 @dataclass(unsafe_hash=True)
 class VocabularyHead(ColumnWise):
-    """Style of a head whose logits stay sharded over the vocabulary, in a DTensor.
+    """Style of an output head that can return logits sharded over the vocabulary, as a DTensor with this placement.
 
-    In a forward without gradients, the logits of a single position are gathered: ``generate`` wants them whole.
+    In a forward without gradients, the logits of a single position are gathered, because ``generate`` needs all of
+    them.
     """
 
     gather_output: bool = True
-    """Whether logits are gathered. If ``shards_logits`` is True, only those of a single position are gathered."""
+    """Whether logits are gathered where they do not stay sharded."""
 
     shards_logits: bool = True
-    """Whether logits stay sharded by default. If False, they stay sharded only for a loss that asks for it with
-    :func:`keep_logits_sharded`."""
+    """Whether logits stay sharded by default. If False, they stay sharded only inside :func:`keep_logits_sharded`, for
+    losses that take sharded logits."""
 
     mesh: DeviceMesh | None = None
 
@@ -102,21 +108,21 @@ class VocabularyHead(ColumnWise):
 
 @dataclass(unsafe_hash=True)
 class RowWise(Style):
-    """Style of a projection whose inputs are sharded. The results of all ranks are added up."""
+    """Style of a projection whose input features are sharded. The results are summed over the ranks."""
 
     is_boundary: ClassVar[bool] = True
 
     split_input: bool = False
-    """Whether the input is whole on every rank, and is split first."""
+    """Whether every rank gets the whole input, and must first select its own input features."""
 
     scatter_output: bool = False
-    """Whether only this rank's part of the outputs is returned."""
+    """Whether each rank returns only its share of the output features."""
 
     @property
     def reduces(self) -> bool:  # type: ignore[override]
-        """Whether the module's result is a sum over the ranks.
+        """Whether the module's result is a sum over the ranks that every rank returns as a whole.
 
-        A scattered result does not count, since it is not the result of the enclosing module.
+        Scattered output features do not count, because the enclosing module computes further with them.
         """
         return not self.scatter_output
 
@@ -139,7 +145,7 @@ class RowWise(Style):
         inputs = split(args[0], -1, scope.group) if self.split_input else args[0]
         (linear,) = _get_base_linears(self, module)
         bias = linear._parameters.get("bias")
-        if bias is not None:  # every rank would add the bias
+        if bias is not None:  # remove the bias, because otherwise every rank would add it before the sum
             zeros = bias.new_zeros(_get_output_size(linear))
             linear._parameters["bias"] = None if isinstance(linear, nn.Linear) else zeros
         try:
@@ -157,7 +163,11 @@ class RowWise(Style):
 
 
 def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
-    """Return a list of one linear layer: ``module`` itself, or the layer inside if ``module`` is an adapter of peft."""
+    """Return ``module`` itself, or the linear layer inside it if ``module`` is an adapter of peft, in a list.
+
+    Raises:
+        TypeError: If this module is not a linear layer.
+    """
     base: Any = getattr(module, "base_layer", module)
     weight = base._parameters.get("weight")
     if weight is None or weight.ndim != 2 or isinstance(base, nn.Embedding):
@@ -166,17 +176,17 @@ def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
 
 
 def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the low-rank pairs (down, up) that peft puts beside a linear layer.
+    """Return the LoRA layers that peft has added to a linear layer, as pairs of a down and an up projection.
 
     Raises:
-        TypeError: For adapters of another kind, whose sharding is not known.
+        TypeError: If the adapter is not LoRA, or has additional parameters, so that it is unknown how to shard it.
     """
     if not hasattr(module, "base_layer"):
         return []
     if not hasattr(module, "lora_A"):
         raise TypeError(
-            f"{type(module).__name__} is an adapter whose sharding is not known; among peft's adapters, only LoRA"
-            " without DoRA and without lora_bias works under tensor parallelism."
+            f"{type(module).__name__} is an adapter that cannot be sharded; among peft's adapters, only LoRA without"
+            " DoRA and without lora_bias works under tensor parallelism."
         )
     parts = [getattr(module, name) for name in ("base_layer", "lora_A", "lora_B") if hasattr(module, name)]
     known = {id(p) for part in parts for p in part.parameters()}
@@ -184,8 +194,8 @@ def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
     other = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
     if other:
         raise TypeError(
-            f"{type(module).__name__} has the parameters {', '.join(other)}, whose sharding is not known; among"
-            " peft's adapters, only LoRA without DoRA and without lora_bias works under tensor parallelism."
+            f"{type(module).__name__} has the parameters {', '.join(other)}, which cannot be sharded; among peft's"
+            " adapters, only LoRA without DoRA and without lora_bias works under tensor parallelism."
         )
     return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]
 
@@ -195,5 +205,8 @@ def _get_output_size(linear: Any) -> int:
 
 
 def _get_output_dim(linear: nn.Module) -> int:
-    """Return the output dim of the weight: 1 for the transposed ``Conv1D`` of transformers, 0 for all other layers."""
+    """Return the output dim of a linear layer's weight.
+
+    This is 1 for ``Conv1D`` of transformers, whose weight is transposed, and 0 for all other linear layers.
+    """
     return 1 if hasattr(linear, "nf") else 0
