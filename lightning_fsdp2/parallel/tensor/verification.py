@@ -167,8 +167,8 @@ class _Graph:
             f" value that differs between ranks (computed with {own}). The gradient of the equal value would lack the"
             " summands of the other ranks. Add an entry for the module that computes the equal value: 'colwise' for a"
             " projection, or 'replicated_with_grad_allreduce' for a module that processes each head independently. Or,"
-            " if the layer's code reads the weight of the module that computes the differing value without calling that"
-            " module, remove its entry."
+            " if the layer's code computes the differing value by reading a module's weight without calling the module,"
+            " remove this module's entry."
         )
 
     def _make_misuse_error(self, taken: Kind, edge: Edge) -> ValueError:
