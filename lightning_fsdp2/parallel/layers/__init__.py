@@ -1,1 +1,1 @@
-"""Passes that work layer by layer: activation checkpointing, compilation, autocast, and packed sequences."""
+"""Changes to a model's layers and forwards: activation checkpointing, compilation, autocast, and packed sequences."""

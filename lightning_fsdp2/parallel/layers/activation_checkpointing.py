@@ -1,7 +1,8 @@
-"""Activation checkpointing: layers keep their inputs, and recompute in backward the results that it needs.
+"""Activation checkpointing: layers keep only their inputs, and recompute intermediate results in backward.
 
-Only a method of each layer is wrapped, so parameter names and the module tree stay the same. The method is ``forward``
-and not ``__call__``, because the hooks of FSDP2, which gather the layer's weights, must not run a second time.
+Only a method of each layer is wrapped, so parameter names and the module tree stay the same. The method is usually
+``forward`` and not ``__call__``, because the recomputation must not run FSDP2's hooks again, which gather the layer's
+weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,8 +35,8 @@ _PARTS: dict[ScopeWord, set[str]] = {
     "audio": {"audio", "speech", "sound"},
     "vision": {"vision", "visual", "image", "vit", "video"},
 }
-"""Words in module names that indicate a part of a model. A module without any of these words belongs to the language
-part."""
+"""Words in module names that indicate to which part of a model a module belongs. A module without any of these words in
+its name belongs to the language part."""
 
 
 def apply_activation_checkpointing(
@@ -50,26 +51,27 @@ def apply_activation_checkpointing(
     Args:
         structure: Structure of the model, which is changed in place.
         mode: True or ``"full"`` keeps only the inputs of a layer. ``"selective"`` also keeps expensive results that
-            backward needs: results of fused attention (any except ``"eager"``), of collectives except all-gathers, and
-            of every second matrix product. The kept results can be used for only one backward. torch refuses a second
-            backward through the same graph (``retain_graph=True``).
-        scope: Parts of a multimodal model to checkpoint, identified by the names of its modules.
-        compiles_collectives: Whether the layers communicate and will be compiled (``layer.compile()``). If torch cannot
-            compile a checkpoint inside such a layer, the whole call of the layer is recomputed instead of its forward.
+            backward needs: results of fused attention (any implementation except ``"eager"``), of collectives except
+            all-gathers, and of every second matrix product. The kept results serve only one backward, so torch raises
+            an error in a second backward through the same graph (``retain_graph=True``).
+        scope: Parts of a multimodal model to checkpoint. The names of its modules tell to which part they belong.
+        compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and their forwards contain
+            collectives. If this version of torch cannot compile a checkpoint inside such a layer, the checkpoint wraps
+            the layer's whole call instead of its forward.
 
     Raises:
-        ValueError: If there is no layer in the scope, or if the model already checkpoints its layers itself.
+        ValueError: If no layer belongs to the scope, or if the model already checkpoints its layers itself.
     """
     for hf_model in (parts.module for parts in structure.models):
         if any(vars(module).get("gradient_checkpointing") for module in hf_model.modules()):
             raise ValueError(
                 f"activation_checkpointing={mode!r}: {type(hf_model).__name__} already checkpoints its layers itself,"
-                " so they would be computed three times; leave `gradient_checkpointing_enable()` out."
+                " so each layer would be computed three times; leave `gradient_checkpointing_enable()` out."
             )
     is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
     selections: dict[Any, Selection] = {}
     for layer in _get_layers(structure, mode, scope):
-        # the default `context_fn` is left out, because torch.compile does not accept it from a variable
+        # do not pass the default `context_fn` explicitly, because torch.compile does not accept it from a variable
         options: dict[str, Any] = {}
         if mode == "selective":
             kind = get_kind(layer)
@@ -82,7 +84,10 @@ def apply_activation_checkpointing(
 
 
 def recomputes_collectives(layer: nn.Module) -> bool:
-    """Return whether a layer's checkpoint recomputes collectives inside the layer's call, which would be compiled."""
+    """Return whether compiling a layer would also compile the recomputation of its collectives.
+
+    This is the case if a full (not selective) checkpoint wraps the layer's forward and not its whole call.
+    """
     return any("context_fn" not in checkpoint.options for checkpoint in _get_checkpoints(layer))
 
 
@@ -96,7 +101,7 @@ def _get_checkpoints(layer: nn.Module) -> list["_Checkpoint"]:
 
 
 class _Checkpoint:
-    """Wrapper of a layer's forward, which checkpoints it if a backward will follow."""
+    """Wrapper that checkpoints a layer's forward, or its whole call, if a backward will follow."""
 
     def __init__(self, layer: nn.Module, options: dict[str, Any], *, is_selective: bool) -> None:
         self.layer, self.options, self.is_selective = layer, options, is_selective
@@ -111,14 +116,14 @@ class _Checkpoint:
                 "activation_checkpointing with a filled cache (`past_key_values`, prefix tuning): recomputed layers"
                 " would append their keys and values twice. Use activation_checkpointing=False."
             )
-        args, kwargs = self.caches.drop(args, kwargs)  # recomputation would fill caches a second time
+        args, kwargs = self.caches.drop(args, kwargs)  # drop caches, because the recomputation would fill them again
         if self.is_selective:
-            # compute a PendingSum first: its all-reduce would change the order by which kept results are found
+            # compute pending sums now: kept results are found by their order, which a later all-reduce would change
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 
     def _get_options(self) -> dict[str, Any]:
-        # compiled code does not change buffers in its recomputation
+        # compiled code needs none of the additional contexts, because its recomputation does not change buffers
         if torch.compiler.is_compiling():
             return self.options
         makers = [self.buffers.make_contexts] if self.buffers.has_any() else []
@@ -129,7 +134,7 @@ class _Checkpoint:
         return {**self.options, "context_fn": lambda: map(_Nested, *(make() for make in makers))}
 
     def _has_backward(self, *inputs: Any) -> bool:
-        """Return whether a backward will reach this layer, because the layer or code before it is trained."""
+        """Return whether backward will reach this layer, because one of its inputs or parameters needs a gradient."""
         is_trained = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
 
@@ -139,7 +144,7 @@ def _make_no_contexts() -> Contexts:
 
 
 class _Nested(AbstractContextManager[None]):
-    """Several nested contexts as one, which can be entered again for every backward through the same graph."""
+    """Context that enters several contexts, and can be entered again for every backward through the same graph."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self.contexts = contexts
@@ -155,7 +160,10 @@ class _Nested(AbstractContextManager[None]):
 
 
 def _make_stances() -> Contexts:
-    """Return contexts in which a recomputation uses the same settings of ``torch.compile`` as the forward."""
+    """Return a context for a layer's forward, and one for its recomputation.
+
+    The recomputation then uses the same settings of ``torch.compile`` as the forward.
+    """
     return nullcontext(), _repeat_compiled(get_stance())
 
 
@@ -167,7 +175,7 @@ def _repeat_compiled(stance: str) -> Iterator[None]:
 
 def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
-    # names are relative to the model, because the name of the attribute that holds the model is not one of its parts
+    # use names relative to the Hugging Face model, because outer names such as `vision_model` say nothing about parts
     tops = (structure.root, *(parts.module for parts in structure.models))
     names = {module: name for top in tops for name, module in top.named_modules()}
     parts = {layer: _get_part(names[layer]) for layer in structure.layers}
@@ -182,7 +190,13 @@ def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpoin
 
 
 def _get_part(name: str) -> ScopeWord:
-    """Return the part of a model to which the module ``name`` belongs, by the last word of ``_PARTS`` in the name."""
+    """Return the part of a model to which a module belongs, by the words in its name.
+
+    The last component of the name that contains a word in ``_PARTS`` decides.
+
+    Args:
+        name: Name of the module, relative to the model.
+    """
     for component in reversed(name.lower().split(".")):
         for part, words in _PARTS.items():
             if words.intersection(component.split("_")):

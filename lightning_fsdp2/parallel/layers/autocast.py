@@ -1,4 +1,4 @@
-"""Autocast for every forward of a model, with an option to keep the residual stream in float32."""
+"""Autocast for every forward of a model, with an option to choose the dtype of the residual stream."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,18 +22,19 @@ def apply_autocast(
 ) -> None:
     """Run every forward of a module in :class:`torch.autocast`.
 
-    The same applies to the forwards of the module's children and of the Hugging Face models inside it, and to the steps
-    of a LightningModule.
+    Forwards of the module's children and of the Hugging Face models inside it, and the steps of a LightningModule, run
+    in autocast too.
 
     Args:
         structure: Structure of the module, which is changed in place.
-        dtype: Dtype of matrix products. Operations that autocast runs in float32 are not affected.
+        dtype: Dtype of matrix products and of other operations that autocast runs in low precision. Operations that
+            autocast runs in float32 are not affected.
         device_type: Type of the device on which the model computes.
-        residual_dtype: Dtype to which the outputs of input embeddings are cast. It is then the dtype of the residual
-            stream. None leaves the outputs as they are.
+        residual_dtype: Dtype to which the outputs of input embeddings are cast, and which the residual stream therefore
+            has. None leaves the outputs as they are.
     """
     model = structure.root
-    # a hook of the user may call only a part of the model, such as an inner model or another child of the root
+    # also wrap inner models and children of the root, because a user's hook may call only a part of the model
     entered = [model, *structure.hf_models]
     if not is_hf_model(model):
         entered += [child for child in get_called_children(model) if has_forward(child) and not is_metric(child)]
@@ -55,15 +56,15 @@ class _Autocast:
         self.device_type = device_type
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # autocast's cache would keep a copy of every gathered weight until the end of the forward
+        # disable autocast's cache, because it would keep a copy of every gathered weight until the end of the forward
         with torch.autocast(self.device_type, self.dtype, cache_enabled=False):
             return forward(*args, **kwargs)
 
 
 class _InFloat32:
-    """Wrapper that runs the forward of a norm in float32, as autocast does on accelerators.
+    """Wrapper that runs the forward of a norm on the CPU in float32, as autocast does on accelerators.
 
-    On CPUs, torch's norms refuse an input whose dtype differs from the dtype of the weights.
+    On the CPU, autocast does not do this, and torch's norms raise an error if input and weights have different dtypes.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -89,5 +90,5 @@ class _CastResult:
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         result = forward(*args, **kwargs)
-        # cast only if it is necessary, because a cast forces a PendingSum to be computed
+        # do not cast needlessly, because even a cast to the same dtype would force a PendingSum to be computed
         return result if result.dtype == self.dtype else result.to(self.dtype)

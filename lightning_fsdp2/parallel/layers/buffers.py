@@ -1,7 +1,7 @@
-"""Protection of buffers that a layer's forward changes, such as running statistics, when the layer is recomputed.
+"""Handling of buffers that a layer's forward changes, such as running statistics, under activation checkpointing.
 
-When backward recomputes a layer, the layer must see the values that its buffers had before its forward. The
-recomputation must not change their current values.
+When backward recomputes a layer, the layer must see the values that its buffers had before the original forward. The
+recomputation must not change the buffers' current values.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from lightning_fsdp2.compat.torch import BatchNormBase
 from lightning_fsdp2.modules.structure import get_class_name
 
 _SMALL = 2**16
-"""Size in bytes up to which each forward copies a buffer. Larger buffers are mostly constants, such as causal masks."""
+"""Size in bytes up to which every forward copies a buffer. Larger buffers are usually constants, such as causal masks,
+and are no longer copied once a forward has left them unchanged."""
 
 _Slot = tuple[nn.Module, str]
 
@@ -32,37 +33,38 @@ class _Buffer:
 
 
 class LayerBuffers:
-    """Buffers of a layer that its recomputation must not change.
+    """Buffers of a layer, which are copied in each forward so that the recomputation sees the old values.
 
-    Large buffers are copied in the first forward. Later forwards copy them only if the first forward changed them.
+    A large buffer is no longer copied once a forward has left it unchanged.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self._constants: set[_Slot] = set()
-        """Large buffers that an earlier forward has left unchanged."""
+        """Large buffers that an earlier forward has left unchanged, and that are therefore no longer copied."""
 
     def has_any(self) -> bool:
         return any(module._buffers for module in self.layer.modules())
 
     def make_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return one context for a forward, and one for each of its recomputations.
+        """Return a context for a forward, and a context for all recomputations of this forward.
 
         Raises:
-            ValueError: At the end of a forward that changes a large buffer, if an earlier forward left it unchanged.
+            ValueError: When the forward's context ends, if the forward has changed a large buffer that an earlier
+                forward had left unchanged.
         """
         copies: dict[_Slot, Tensor] = {}
         return self._record(copies), _Repetition(copies)
 
     @contextmanager
     def refuse_changes(self) -> Iterator[None]:
-        """Refuse a compiled forward that changes a buffer, because its recomputation might see the new value.
+        """Raise an error if a compiled forward inside the block changes a buffer.
 
-        The recomputation is a part of the compiled code. The statistics of torch's own norms are allowed, because a
-        forward that changes them does not read them.
+        The recomputation is a part of the compiled code, and might see the new value of the buffer. The statistics of
+        torch's own norms may change, because a forward that changes them does not read them.
 
         Raises:
-            ValueError: At the end of a forward that changes any other buffer.
+            ValueError: At the end of the block, if the forward has changed any other buffer.
         """
         buffers = {slot: _Buffer(tensor, tensor._version, None) for slot, tensor in self._list()}
         yield
@@ -70,8 +72,8 @@ class LayerBuffers:
             if buffer.is_changed(module._buffers.get(name)) and not isinstance(module, BatchNormBase):
                 raise ValueError(
                     f"activation_checkpointing with enable_compile=True: the forward of {get_class_name(self.layer)}"
-                    f" changes its buffer {name!r}, and compiled code may recompute the layer with the new value."
-                    " Use only one of the two flags, or exclude this layer (activation_checkpointing_scope)."
+                    f" changes its buffer {name!r}, and compiled code may recompute the layer with the buffer's new"
+                    " value. Use only one of the two flags, or exclude this layer (activation_checkpointing_scope)."
                 )
 
     def _list(self) -> Iterator[tuple[_Slot, Tensor]]:
@@ -101,16 +103,16 @@ class LayerBuffers:
     def _refuse(self, name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"activation_checkpointing: the forward of {get_class_name(self.layer)} changes its buffer {name!r}"
-            f" ({tensor.nbytes} bytes), which earlier forwards did not change. Its previous value is therefore lost and"
-            " backward cannot recompute the layer. Change the buffer in the first forward too, or exclude this layer"
-            " (activation_checkpointing_scope, activation_checkpointing=False)."
+            f" ({tensor.nbytes} bytes), which an earlier forward did not change. The buffer was therefore not copied,"
+            " and backward cannot recompute the layer with its previous value. Change the buffer in the first forward"
+            " too, or exclude this layer (activation_checkpointing_scope, activation_checkpointing=False)."
         )
 
 
 class _Repetition(AbstractContextManager[None]):
-    """Context of a recomputation, in which copies replace the buffers. It can be entered several times.
+    """Context for the recomputations of a forward, in which copies with the old values replace the buffers.
 
-    The values of the buffers themselves do not change, because backward may still need them.
+    The buffers themselves keep their current values. The context can be entered several times.
     """
 
     def __init__(self, copies: dict[_Slot, Tensor]) -> None:

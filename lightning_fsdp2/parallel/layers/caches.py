@@ -1,4 +1,4 @@
-"""Handling of the caches that layers fill with keys, values or states for later tokens."""
+"""Handling of the caches in which layers store keys, values or states for later tokens."""
 
 import inspect
 from typing import Any
@@ -11,10 +11,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CacheArguments:
-    """Caches among the arguments of a layer's forward that the layer fills.
+    """Finder of the caches among the arguments of a layer's forward.
 
-    Some layers only read the keys and values of another layer. transformers marks these layers, and for them this class
-    finds no caches.
+    Only caches that the layer fills count. Some layers only read the keys and values of another layer; transformers
+    marks these layers, and this class finds no caches for them.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -23,12 +23,12 @@ class CacheArguments:
         self.places = {*names, *(parameters.index(name) for name in names if name in parameters)}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the caches among the arguments of a call."""
+        """Return the caches among the given arguments."""
         values = [*enumerate(args), *kwargs.items()]
         return [value for place, value in values if place in self.places and value is not None]
 
     def drop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return the arguments of a call with each cache replaced by None."""
+        """Return the given arguments with each cache replaced by None."""
         return (
             tuple(None if index in self.places else value for index, value in enumerate(args)),
             {name: None if name in self.places else value for name, value in kwargs.items()},
@@ -36,10 +36,10 @@ class CacheArguments:
 
 
 def is_filled(cache: Any) -> bool:
-    """Return whether a cache already holds keys and values, or states, of earlier tokens."""
+    """Return whether a cache already holds keys, values or states of earlier tokens."""
     if not hasattr(cache, "get_seq_length"):
         return False
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:  # the cache only holds states, which have no length
+    except ValueError:  # raised by caches that hold only states, which have no length
         return bool(cache.has_previous_state())

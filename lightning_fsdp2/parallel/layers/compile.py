@@ -37,19 +37,19 @@ def apply_compile(
 ) -> None:
     """Compile the layers and the token loss of a model in place, with ``torch.compile``.
 
-    A layer is compiled (``layer.compile()``) when it first runs. The hooks of FSDP2 stay outside its graph. Layers that
-    are already compiled stay as they are.
+    This function calls ``layer.compile()``, so torch compiles a layer when the layer first runs. The hooks of FSDP2
+    stay outside the layer's graph. Layers that are already compiled stay as they are.
 
-    With gradients, layers get no cache for keys and values, as with activation checkpointing. Two kinds of calls run
-    without compilation: calls without gradients that fill a cache (``generate``), and calls that continue from a filled
-    cache.
+    As with activation checkpointing, layers get no cache for keys and values in forwards with gradients. Two kinds of
+    calls run without compilation: calls without gradients that fill a cache (``generate``), and calls with a cache that
+    is already filled.
 
     Args:
         structure: Structure of the model.
         tensor_parallel: Whether the layers are tensor parallel. If so, a layer's first call with gradients runs without
-            compilation, so that :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow its
-            autograd graph. The same is true of the first call after other parameters are trained.
-        fusion: Fusion of the layers' collectives with their matrix products by inductor.
+            compilation, so that :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow the
+            autograd graph. So does the first call after the set of trained parameters has changed.
+        fusion: Fusion of the layers' collectives with matrix products. None if collectives are not fused.
         backend: Backend of ``torch.compile``.
 
     Raises:
@@ -65,28 +65,30 @@ def apply_compile(
     if tensor_parallel and not can_compile_checkpointed_collectives() and any(map(recomputes_collectives, layers)):
         raise ValueError(
             "enable_compile=True after activation_checkpointing='full' with tp_size > 1: this version of torch cannot"
-            " compile a checkpoint with collectives, and these layers were checkpointed before compilation was known."
-            " Set both flags when you shard the model, or use activation_checkpointing='selective'."
+            " compile a checkpoint with collectives, and activation checkpointing was applied to these layers before"
+            " it was known that they would be compiled. Set both flags when you shard the model, or use"
+            " activation_checkpointing='selective'."
         )
     random = next(filter(draws_random_numbers, layers), None)
     if tensor_parallel and random is not None:
         raise ValueError(
             f"enable_compile=True with tp_size > 1: {get_class_name(random)} has dropout or jitter, for which the ranks"
-            " switch between random states, and torch.compile cannot trace this. Set dropout and jitter to 0, or set"
-            " enable_compile=False."
+            " switch between random states, and torch.compile cannot trace these switches. Set dropout and jitter to 0,"
+            " or set enable_compile=False."
         )
     compile_losses(model, backend)
     report = _Report()
     for layer in layers:
         if not is_module_compiled(layer):
             if type(layer).forward.__module__.startswith("torch.nn."):
-                wrap_method(layer, _call)  # dynamo only compiles torch's own modules if other code calls them
+                # wrap torch's own modules, because dynamo compiles their forwards only if code outside torch calls them
+                wrap_method(layer, _call)
             layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
             wrap_method(layer, _CompiledLayer(layer, fusion, report, verifies_first_call=tensor_parallel), "__call__")
 
 
 def is_compiled(structure: ModelStructure) -> bool:
-    """Return whether all layers of a model were compiled, by :func:`apply_compile` or by ``layer.compile()``."""
+    """Return whether all layers of a model are compiled, whether by :func:`apply_compile` or by ``layer.compile()``."""
     layers = structure.layers
     return bool(layers) and all(is_module_compiled(layer) for layer in layers)
 
@@ -96,7 +98,7 @@ def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Report:
-    """Warning that a layer cannot be compiled as a whole, which is given at most once per model."""
+    """Warning that torch cannot compile a layer as a whole, which is logged at most once per model."""
 
     def __init__(self) -> None:
         self.is_made = False
@@ -114,15 +116,15 @@ class _Report:
         self.is_made = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
-                "enable_compile=True: torch.compile cannot trace all of %s (%s). Parts of it, or all of it, run without"
-                " compilation. TORCH_LOGS=graph_breaks shows where.",
+                "enable_compile=True: torch.compile cannot trace all of %s (%s). The whole layer or parts of it run"
+                " without compilation. Set TORCH_LOGS=graph_breaks to see which parts.",
                 get_class_name(layer),
                 reason,
             )
 
 
 class _CompiledLayer:
-    """Wrapper of a compiled layer's call, which sets the options of torch that the layer needs."""
+    """Wrapper of a compiled layer's call, which decides whether the call uses the compiled code."""
 
     def __init__(
         self, layer: nn.Module, fusion: CollectiveFusion | None, report: _Report, *, verifies_first_call: bool
@@ -137,12 +139,13 @@ class _CompiledLayer:
         self._verified: set[tuple[bool, ...]] = set()
 
     def __call__(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the user compiles code that contains the model
+        if torch.compiler.is_compiling():  # the user compiles code that calls this layer
             return call(*args, **kwargs)
         if self.fusion is not None:
             self.fusion.report()
         if caches := self.caches.find(args, kwargs):
-            # each layer fills another place in the caches, and would therefore need a graph of its own
+            # do not use compiled code: each layer fills a different place in the caches, so layers could not share a
+            # graph
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 if torch.is_grad_enabled():
                     self.report.warn(self.layer, "a filled cache, `past_key_values`")

@@ -1,7 +1,7 @@
 """Handling of packed sequences, which consist of several documents.
 
-transformers finds them by position ids that restart. For this search, the CPU waits for the device once per forward, or
-once per layer with flash attention. Training without packed sequences can skip the search.
+To find the documents, transformers searches for position ids that restart. For this search, the CPU waits for the
+device once per forward, or with flash attention once per layer. Training without packed sequences can skip the search.
 """
 
 import inspect
@@ -22,16 +22,17 @@ _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention
 
 @contextmanager
 def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
-    """Refuse a forward of ``model`` inside the block if its tokens may see other documents than their own.
+    """Raise an error if, in a forward of ``model`` inside the block, tokens may see documents other than their own.
 
-    Some models of transformers do not pass their position ids to the functions that make masks.
+    This happens, for example, with models of transformers that do not pass position ids to transformers' mask
+    functions.
 
     Args:
         model: A Hugging Face model that is not context parallel. Context parallel attention separates documents itself.
         batch_size: Number of sequences in the batch.
 
     Raises:
-        ValueError: If tokens may see other documents; the message names the model and the reason.
+        ValueError: If tokens may see documents other than their own. The message names the model and the reason.
     """
     from transformers import masking_utils
 
@@ -54,7 +55,7 @@ def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[No
 
 
 def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
-    """Return the reason why tokens of a sequence see each other whatever the mask is; None if they do not."""
+    """Return the reason why tokens may see other documents even with a correct mask, or None if there is no reason."""
     config = model.config.get_text_config()
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYER_TYPES)
     if other:
@@ -63,24 +64,24 @@ def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
         return "it has layers that pass a state along the whole sequence"
     attention = get_attention(config)
     if "flash" in attention and batch_size > 1:
-        return f"its {attention} separates documents only with batch_size=1, not {batch_size}"
+        return f"its {attention} separates documents only with batch_size=1, but batch_size is {batch_size}"
     return None
 
 
 def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"separate_documents=True is not possible for {get_class_name(model)}: {reason}. Use another"
-        " attn_implementation or batch_size if that is the reason, or separate_documents=False (pack=False for a"
+        f"separate_documents=True is not possible for {get_class_name(model)}: {reason}. If the reason is"
+        " attn_implementation or batch_size, change it. Otherwise, use separate_documents=False (pack=False for a"
         " ChatDataModule)."
     )
 
 
 def apply_unpacked_sequences(structure: ModelStructure) -> None:
-    """Run every forward of the Hugging Face models in a module in :func:`assume_unpacked_sequences`.
+    """Make the Hugging Face models in a module assume that no sequence is packed.
 
-    Batches are still checked. If position ids do not increase by one from one attended token to the next, a
-    RuntimeError is raised. On an accelerator, this is a device-side assertion, because the CPU does not wait for the
-    result.
+    Each forward still checks the batch. If position ids do not increase by one from each attended token to the next,
+    the forward raises a RuntimeError. On an accelerator, this is a device-side assertion, because the CPU does not wait
+    for the result of the check.
     """
     for hf_model in structure.hf_models:
         wrap_method(hf_model, _UnpackedSequences(hf_model))
@@ -93,8 +94,8 @@ class _UnpackedSequences:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-        # position ids with three dims count in several directions, as for images
-        # the base model of a context parallel model gets only this rank's position ids, which are not consecutive
+        # do not check position ids with three dims: they count in several directions, as they do for images
+        # also skip the base model of a context parallel model: it gets this rank's positions, which are not consecutive
         if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
             counts_on = position_ids.diff(dim=-1) == 1
             if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
@@ -102,7 +103,7 @@ class _UnpackedSequences:
             assert_async(
                 counts_on.all(),
                 "patch_is_packed_sequence=True, but position_ids restart or jump within a sequence: attention would"
-                " cross the borders of packed documents. Set patch_is_packed_sequence=False for packed batches.",
+                " cross the borders between packed documents. Set patch_is_packed_sequence=False for packed batches.",
             )
         with assume_unpacked_sequences():
             return forward(*args, **kwargs)

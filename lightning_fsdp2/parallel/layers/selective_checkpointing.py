@@ -1,11 +1,11 @@
 """Selective activation checkpointing: layers keep results that are expensive to compute and that backward needs.
 
-Fused attention, matrix products, and all collectives except all-gathers are expensive. Every second matrix product is
-kept, as in torchtitan, which is a compromise between memory and recomputation. All-gathers are recomputed, because
-their results are as large as a whole sequence.
+These are the results of fused attention, of collectives except all-gathers, and of every second matrix product. To keep
+every second matrix product, as torchtitan does, is a compromise between memory and recomputation. All-gathers are
+recomputed, because their results are as large as a whole sequence.
 
-Autograd saves the tensors that backward needs. Results that a layer computes after its last saved tensor are not
-recomputed, so they are not kept.
+The recomputation stops at the last tensor that autograd saves for backward. Results that a layer computes after this
+tensor need not be recomputed, so they are not kept.
 """
 
 from collections import Counter
@@ -42,21 +42,21 @@ _ATTENTION_AND_COLLECTIVES = {
 }
 
 _FLASH_ATTENTION = "flash_attn"
-"""Part of the operator namespaces of flash attention packages, and of such kernels that transformers loads from the
-Hub."""
+"""Text that occurs in the operator namespaces of flash attention packages, and of the flash attention kernels that
+transformers loads from the Hub."""
 
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
 
 _GROUPED_PRODUCT = _ATEN._grouped_mm.default
-"""Matrix product of MoE experts. If transformers adds expert biases to it in place, it is not kept: a kept result must
-not change."""
+"""Matrix product of MoE experts. If the experts have biases, the result is not kept, because transformers adds biases
+in place and a kept result must not change."""
 
 
 class Selection:
-    """Choice of the results that layers of one kind keep.
+    """Choice of the results that layers of the same kind keep; see :func:`get_kind`.
 
-    The first forward of such a layer keeps all expensive results, and finds out which of them backward needs. Later
-    forwards keep only the needed results.
+    The first forward of such a layer keeps all chosen results, and counts how many expensive operations come before the
+    last tensor that autograd saves. Later forwards keep only results of these operations.
 
     Args:
         layer: Any layer of this kind.
@@ -66,10 +66,14 @@ class Selection:
         has_biased_experts = any(getattr(module, "has_bias", False) for module in layer.modules())
         self._products = _PRODUCTS if has_biased_experts else {*_PRODUCTS, _GROUPED_PRODUCT}
         self._read: int | None = None
-        """Number of expensive operations in a layer before its last saved tensor; None until they are counted."""
+        """Number of expensive operations in a layer before the last tensor that autograd saves. None until they are
+        counted."""
 
     def make_contexts(self) -> Contexts:
-        """Return contexts for a layer's forward and its recomputation, in which both choose the same results."""
+        """Return a context for a layer's forward, and one for its recomputation.
+
+        The recomputation reuses the results that the forward has kept.
+        """
         limit = self._read
         counts: Counter[bool] = Counter()
         products: Counter[bool] = Counter()
@@ -87,15 +91,15 @@ class Selection:
             return CheckpointPolicy.MUST_SAVE
 
         forward, repetition = create_selective_checkpoint_contexts(choose)
-        # compiled code only keeps what its backward needs anyway
+        # do not count in compiled code, which in any case keeps only the results that its backward needs
         if limit is None and not torch.compiler.is_compiling():
             forward = self._watch(forward, counts)
         return forward, repetition
 
     @contextmanager
     def _watch(self, forward: AbstractContextManager[Any], counts: Counter[bool]) -> Iterator[None]:
-        """Count the expensive operations that come before the last tensor saved by autograd."""
-        pack, unpack = get_saved_tensors_hooks()  # the hooks of the checkpoint
+        """Count the expensive operations in a forward before the last tensor that autograd saves."""
+        pack, unpack = get_saved_tensors_hooks()  # the checkpoint's own hooks, which must still run
         read = 0
 
         def note(tensor: Tensor) -> Any:
@@ -111,7 +115,7 @@ class Selection:
 
 
 def get_kind(layer: nn.Module) -> Any:
-    """Return a key that is equal for layers with the same modules and the same trained parameters."""
+    """Return the kind of a layer: a key that is equal for layers with the same module types and trained parameters."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple(parameter.requires_grad for parameter in layer.parameters())
 

@@ -1,11 +1,11 @@
 """Cross entropy of a causal language model that computes the logits of only one chunk of positions at a time.
 
-With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a step. Here, a
-single forward of the head goes through the positions chunk by chunk. It computes the token losses from a chunk's logits
-and then drops the logits. Backward computes them again.
+With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a training step. In
+this module, a single forward of the head goes through the positions chunk by chunk. It computes the token losses from
+each chunk's logits, and then frees these logits. Backward recomputes the logits of each chunk.
 
-As all chunks are in one forward, FSDP2 gathers the head once. As the model's own forward calls the head, all hooks are
-called as usual.
+All chunks are computed in one forward of the head, so FSDP2 gathers the head's weights only once. The model's own
+forward calls the head, so all hooks run as usual.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ _POINTWISE = {"add", "clamp", "contiguous", "div", "float", "mul", "neg", "sub",
 """Names of tensor methods that compute each element of their result from a single logit and change nothing in place."""
 
 _HOOKS = ("torch.distributed.", "lightning_fsdp2.")
-"""Prefixes of the Python modules whose forward hooks do not change logits; any other hook may change them."""
+"""Prefixes of the Python modules whose forward hooks do not change logits. Any other forward hook may change them."""
 
 LogitsTail = tuple[Callable[[Tensor], Tensor], ...]
 """Operations that a model applies to the logits after its head, in order. Most models have none."""
@@ -49,11 +49,12 @@ def trace_logits_tail(model: nn.Module) -> LogitsTail:
     model's own forward with zeros as the input of the head.
 
     Args:
-        model: A Hugging Face causal language model, or a wrapper of one. It is not sharded, and may be on any device.
+        model: A Hugging Face causal language model, or a wrapper of one. It must not be sharded yet, and may be on any
+            device.
 
     Raises:
-        ValueError: If the model does something that :func:`compute_chunked_token_losses` cannot do chunk by chunk. The
-            message names the model.
+        ValueError: If :func:`compute_chunked_token_losses` cannot repeat the model's operations chunk by chunk. The
+            message names the model and the reason.
     """
     hf_model, head = _get_model_and_head(model)
     input_ids = torch.zeros(1, 2, dtype=torch.long, device=hf_model.device)
@@ -73,7 +74,7 @@ def trace_logits_tail(model: nn.Module) -> LogitsTail:
                 stack.enter_context(_replace_forward(base, return_hidden_states))
             stack.enter_context(_replace_forward(head, return_traced))
             logits = hf_model(input_ids=input_ids, use_cache=False).logits
-    except Exception as error:  # the model's code may raise any error if it needs real inputs
+    except Exception as error:  # catch any error, because the model's code may need real inputs
         raise _make_error(hf_model, f"its forward could not be traced ({error})") from error
     if len(inputs) != 1 or inputs[0].shape[:-1] != input_ids.shape or not isinstance(logits, _TracedLogits):
         raise _make_error(hf_model, "it does not compute its logits with one call of its head for all positions")
@@ -88,23 +89,25 @@ def compute_chunked_token_losses(
     tail: LogitsTail,
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
-    """Compute ``token_cross_entropy(compute_logits(), labels)`` with the logits of only one chunk at a time.
+    """Compute the cross entropy of each token, with the logits of only one chunk of positions in memory at a time.
 
-    This also works in a forward without gradients. The gradients are as exact as those of one product over all
-    positions: the gradients of the head's weights are summed over the chunks in float32, even for bfloat16 weights.
+    The result is that of ``token_cross_entropy(compute_logits(), labels)``. It can also be computed without gradients.
+    The gradients are as precise as without chunks, because the gradients of the head's weights are summed over the
+    chunks in float32, even for bfloat16 weights.
 
     Args:
         model: A Hugging Face causal language model, or a wrapper of one, sharded or not.
-        compute_logits: Function that calls ``model`` and returns its logits. Their values are not used.
+        compute_logits: Function that calls ``model`` and returns its logits. Only this call matters, not the values of
+            the logits.
         labels: [batch, sequence], int64. Position t holds the label for the logits at position t.
         tail: Result of :func:`trace_logits_tail`, which was called before the model was sharded.
         chunk_size: Number of positions in a chunk, in all sequences together.
 
     Returns:
-        The loss of every position, 0 where there is no label. [batch, sequence], float32.
+        The loss of each position, or 0 where there is no label. [batch, sequence], float32.
 
     Raises:
-        ValueError: If the model does not call its head exactly once for exactly these positions, if the head has a
+        ValueError: If the model does not call its head exactly once for all positions of ``labels``, if the head has a
             forward hook, which would get losses instead of logits, or if FSDP2 gathers parts of the head separately.
     """
     hf_model, head = _get_model_and_head(model)
@@ -131,22 +134,23 @@ def compute_chunked_token_losses(
         else:
             losses = torch.cat([compute_chunk(*chunk) for chunk in _split(*flat, chunk_size)])
         results.append(losses.view_as(labels))
-        # a copy, because the model takes these losses for logits and may change them in place
+        # return a copy, because the model handles these losses like logits and may change them in place
         return results[0].clone()
 
     with _replace_forward(head, compute_losses):
         output = compute_logits()
     if len(results) != 1:
         raise _make_error(hf_model, f"it called its head {len(results)} times")
-    # send a zero gradient to the model's output, because FSDP2 gathers weights for backward when this gradient arrives
+    # also return the model's output to autograd: its gradient is zero, but makes FSDP2 gather weights for backward
     return torch.where(torch.ones((), dtype=torch.bool, device=labels.device), results[0], output)
 
 
 class _ChunkedLosses(torch.autograd.Function):
     """Computation of token losses chunk by chunk, in which backward recomputes each chunk.
 
-    Autograd would sum the gradients of a bfloat16 weight over the chunks in bfloat16. The error of the head's gradient
-    would then grow with the number of chunks: by two thirds with 64 chunks.
+    Backward sums the gradients of each weight over the chunks in float32. Autograd would sum the gradients of a
+    bfloat16 weight in bfloat16, and the error of the head's gradient would grow with the number of chunks: with 64
+    chunks, by two thirds.
     """
 
     @staticmethod
@@ -158,7 +162,7 @@ class _ChunkedLosses(torch.autograd.Function):
         labels: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, labels)  # freed after backward, even if the loss is kept
+        ctx.save_for_backward(hidden, labels)  # autograd frees these tensors after backward, even if the loss is kept
         ctx.compute_chunk, ctx.chunk_size, ctx.parameters = compute_chunk, chunk_size, parameters
         ctx.surroundings = _Surroundings(hidden.device)
         return torch.cat([compute_chunk(*chunk) for chunk in _split(hidden, labels, chunk_size)])
@@ -186,7 +190,10 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 class _Surroundings:
-    """Random state and autocast settings of a forward, which its recomputation needs. A LoRA head may have dropout."""
+    """Random state and autocast settings of a forward, which are restored for its recomputation.
+
+    The random state matters for heads with dropout, such as a head with LoRA.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -210,7 +217,10 @@ def _split(hidden: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, 
 
 
 class _TracedLogits(Tensor):
-    """Placeholder for logits that records the operations on them, and refuses operations that mix positions."""
+    """Placeholder for logits that records the operations on them.
+
+    Operations that are not elementwise raise an error, because they cannot be repeated chunk by chunk.
+    """
 
     tail: LogitsTail
 
@@ -228,13 +238,13 @@ class _TracedLogits(Tensor):
             isinstance(value, int | float | torch.dtype | None) for value in (*arguments, *kwargs.values())
         )
         if function.__name__ not in _POINTWISE or not isinstance(logits, cls) or not are_constants:
-            # not a TypeError, because Python's operators would replace it with one of their own
+            # do not raise a TypeError, because Python's operators would replace it with their own TypeError
             raise ValueError(f"it applies {function.__name__!r} to its logits")
         return cls.make((*logits.tail, methodcaller(function.__name__, *arguments, **kwargs)))
 
 
 class _BaseOutput:
-    """Placeholder for the output of any base model, with hidden states and None for every other attribute."""
+    """Placeholder for the output of any base model, which has hidden states. Every other attribute is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -248,7 +258,7 @@ class _BaseOutput:
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of ``module`` inside the block; its hooks are called as usual."""
+    """Replace the forward of ``module`` inside the block. The module's hooks still run."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -269,7 +279,7 @@ def _get_model_and_head(model: nn.Module) -> tuple[Any, nn.Module]:
 
 
 def _get_base_models(hf_model: nn.Module) -> list[nn.Module]:
-    """Return all Hugging Face models inside a model; its forward may call all of them or only one."""
+    """Return all Hugging Face models inside a model, because its forward may call any of them as its base model."""
     return [module for module in hf_model.modules() if module is not hf_model and is_hf_model(module)]
 
 

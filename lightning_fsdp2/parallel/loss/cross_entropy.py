@@ -20,21 +20,21 @@ _BACKEND_ATTRIBUTE = "_lightning_fsdp2_loss_backend"
 """Name of the attribute that holds the backend of ``torch.compile`` on modules with compiled losses."""
 
 _KEEPS_SHARDS_ATTRIBUTE = "_lightning_fsdp2_keeps_shards"
-"""Name of the attribute that a head has inside :func:`keep_logits_sharded`."""
+"""Name of the attribute that marks an output head inside :func:`keep_logits_sharded`."""
 
 
 def token_cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX, model: nn.Module | None = None
 ) -> Tensor:
-    """Return the loss of every position, and 0 where there is no label. [batch, sequence], float32.
+    """Return the cross entropy of each position, or 0 where there is no label: [batch, sequence], float32.
 
     Args:
         logits: [batch, sequence, vocabulary], any float dtype. A DTensor with a sharded vocabulary
             (``FSDP2Config.loss_parallel``) is not gathered.
         labels: [batch, sequence], int64. Position t holds the label for the logits at position t.
-        ignore_index: Label of positions that do not count.
-        model: Model that returned the logits. If its layers are compiled (``FSDP2Config.enable_compile``), so is the
-            loss, except for a sharded vocabulary. With None, the loss is not compiled.
+        ignore_index: Value of ``labels`` at positions without a label.
+        model: Model that returned the logits. If the model's layers are compiled (``FSDP2Config.enable_compile``), the
+            loss is compiled too, except for a sharded vocabulary. None if the loss should not be compiled.
     """
     if isinstance(logits, DTensor):
         return _vocabulary_parallel_cross_entropy(logits, labels, ignore_index)
@@ -44,7 +44,7 @@ def token_cross_entropy(
 
 
 def compile_losses(model: nn.Module, backend: str) -> None:
-    """Make :func:`token_cross_entropy` compile the loss for ``model`` and for the Hugging Face models in it.
+    """Make :func:`token_cross_entropy` use a compiled loss for ``model`` and for the Hugging Face models in it.
 
     Args:
         model: Any module.
@@ -63,9 +63,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 @cache
 def _compile_cross_entropy(backend: str) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """Compile the loss to one kernel for forward and one for backward.
+    """Return the compiled loss, which needs one kernel for forward and one for backward.
 
-    No float32 copy of the logits and no log-softmax are then stored in memory.
+    Unlike the uncompiled loss, it stores neither a float32 copy of the logits nor their log-softmax in memory.
     """
     return torch.compile(_cross_entropy, backend=backend)
 
@@ -79,16 +79,17 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute ``ForCausalLMLoss``, the loss of transformers' causal language models, also for a sharded vocabulary.
+    """Compute the same loss as transformers' ``ForCausalLMLoss``, but also support logits with a sharded vocabulary.
 
     Args:
         logits: [batch, sequence, vocabulary].
         labels: [batch, sequence], not shifted yet.
         vocab_size: Not used; transformers passes it.
-        num_items_in_batch: Number by which the sum is divided. None for the number of labels in this batch.
-        ignore_index: Label of positions that do not count.
-        shift_labels: [batch, sequence], already shifted. They replace ``labels``.
-        **kwargs: Arguments for other losses, which transformers passes through the model. They are ignored.
+        num_items_in_batch: Number by which the sum of the token losses is divided. None for the number of labels in
+            this batch.
+        ignore_index: Value of the labels at positions without a label.
+        shift_labels: [batch, sequence], labels that are already shifted, which are used instead of ``labels``.
+        **kwargs: Arguments that transformers passes to other losses. They are ignored.
     """
     if shift_labels is None:
         if labels is None:
@@ -102,7 +103,7 @@ def causal_lm_loss(
 
 @contextmanager
 def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
-    """Make a tensor parallel head return logits with a sharded vocabulary inside the block."""
+    """Make a tensor parallel output head return logits with a sharded vocabulary inside the block."""
     head.__dict__[_KEEPS_SHARDS_ATTRIBUTE] = True
     try:
         yield
@@ -111,7 +112,7 @@ def keep_logits_sharded(head: nn.Module) -> Iterator[None]:
 
 
 def keeps_logits_sharded(head: nn.Module) -> bool:
-    """Return whether the caller runs inside :func:`keep_logits_sharded` for ``head``."""
+    """Return whether the caller is inside a :func:`keep_logits_sharded` block for ``head``."""
     return _KEEPS_SHARDS_ATTRIBUTE in head.__dict__
 
 
@@ -128,9 +129,9 @@ def _vocabulary_parallel_cross_entropy(logits: DTensor, labels: Tensor, ignore_i
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Cross entropy for a sharded vocabulary (https://arxiv.org/abs/1909.08053).
+    """Cross entropy of logits with a sharded vocabulary (https://arxiv.org/abs/1909.08053).
 
-    Forward needs two all-reduces of a few numbers per token, and backward needs none.
+    Forward needs two all-reduces of one or two numbers per token. Backward needs no communication.
     """
 
     @staticmethod
@@ -143,7 +144,7 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         assert_async((in_range | ~has_label).all(), f"A label is not in the vocabulary's range of 0 to {size - 1}.")
         is_own = has_label & (labels >= start) & (labels < start + logits.size(-1))
         index = (labels - start).where(is_own, 0).unsqueeze(-1)
-        # a rank may hold no part of a small vocabulary
+        # handle a vocabulary that is so small that this rank holds no part of it
         largest = wide.amax(-1) if logits.size(-1) else wide.new_full(labels.shape, -torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         exponentials = (wide - largest.unsqueeze(-1)).exp_()

@@ -1,9 +1,10 @@
 """Mean of a loss over all label tokens of an optimizer step, on all ranks and in all micro-batches.
 
-A mean of the means of ranks and micro-batches would be wrong: a token would count more if its micro-batch has few
-labels. The right divisor is the label count of the whole step, which is known only after the last micro-batch. So
-backward starts from the *sum* over tokens, divided by a fixed constant. The gradients are divided by the count once,
-after they are reduced and before anything reads them.
+To average the mean losses of ranks and micro-batches would be wrong, because tokens in micro-batches with few labels
+would count more than others. The right divisor is the number of label tokens in the whole step, which is known only
+after the last micro-batch. Backward therefore starts from the *sum* of the token losses, divided by a fixed constant.
+The gradients are divided by the number of label tokens once, after they are reduced and before clipping and the
+optimizer read them.
 """
 
 from dataclasses import dataclass
@@ -25,20 +26,20 @@ _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
 
 @dataclass
 class TokenWindow:
-    """Sums of :func:`token_mean_loss` on this rank since the last optimizer step, on the device."""
+    """Sums over this rank's label tokens since the last optimizer step, as tensors on the device."""
 
     loss_sum: Tensor
     """Sum of the token losses. [] float64."""
 
     tokens: Tensor
-    """Number of label tokens. [] float64, since float32 is exact only up to 2^24 tokens."""
+    """Number of label tokens. [] float64, because float32 counts exactly only up to 2^24."""
 
 
 @dataclass(frozen=True)
 class TokenMean:
     """Mean loss and token count of one optimizer step, over all data and context parallel ranks.
 
-    The tensors are on the device. The CPU has not waited for them.
+    The tensors are on the device. The CPU has not waited for their values.
     """
 
     loss: Tensor
@@ -59,25 +60,27 @@ def token_mean_loss(
     shift: bool = True,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Compute a cross entropy for the mean over all label tokens of the optimizer step.
+    """Compute a cross entropy that is averaged over all label tokens of the optimizer step.
 
-    The gradients are those of this mean after a call of :func:`apply_token_mean_`. The strategies of this package make
-    this call for every ``module`` that was passed to this function. In a plain torch loop, make the call yourself after
-    the last backward of a step.
+    After backward, :func:`apply_token_mean_` must scale the gradients to those of this mean. The strategies of this
+    package call it for every ``module`` that was passed to this function. In a plain torch loop, call it yourself after
+    the last backward of each step.
 
-    Do not add other terms to this loss, because they would also be divided by the token count. Do not use this function
-    both for a module and for a module inside it, because the inner module's gradients would be scaled twice.
+    Do not add other terms to this loss, because their gradients would also be divided by the number of label tokens. Do
+    not use this function both for a module and for one of its submodules, because the submodule's gradients would be
+    scaled twice.
 
     Args:
-        module: Any module, usually the LightningModule. It holds the running count between the two calls.
+        module: Any module, usually the LightningModule. It holds the running sums until :func:`apply_token_mean_` is
+            called.
         logits: [batch, sequence, vocabulary], any float dtype. The loss is computed in float32.
         labels: [batch, sequence], int64.
-        shift: Whether position t predicts the label of t + 1. False if the labels are already shifted.
-        ignore_index: Label of positions that do not count.
+        shift: Whether position t predicts the label at position t + 1. False if the labels are already shifted.
+        ignore_index: Value of ``labels`` at positions without a label.
 
     Returns:
-        The sum of this rank's token losses, divided by ``LOSS_UNIT``. It is the loss for ``backward``, but not the mean
-        loss. [] float32.
+        The sum of this rank's token losses, divided by ``LOSS_UNIT``. Call ``backward`` on this loss; the mean loss is
+        known only after the step. [] float32.
     """
     if shift:
         labels = shift_left(labels, ignore_index)
@@ -86,12 +89,12 @@ def token_mean_loss(
 
 
 def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) -> Tensor:
-    """Compute :func:`token_mean_loss` from token losses that are already known.
+    """Compute the loss of :func:`token_mean_loss` from token losses that were already computed.
 
     Args:
         module: See :func:`token_mean_loss`.
-        losses: [batch, sequence], 0 where there is no label.
-        has_label: [batch, sequence], bool.
+        losses: [batch, sequence], token losses, which are 0 where there is no label.
+        has_label: [batch, sequence], bool: True where there is a label.
 
     Returns:
         The sum of this rank's token losses, divided by ``LOSS_UNIT``. [], the dtype of ``losses``.
@@ -106,24 +109,27 @@ def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) ->
 def apply_token_mean_(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, loss_divisor: float = 1.0
 ) -> TokenMean | None:
-    """Scale gradients of :func:`token_mean_loss` to those of the mean over all label tokens, and reset the sums.
+    """Scale the gradients of :func:`token_mean_loss` to those of the mean over all label tokens of the step.
 
-    Call this function on every rank, once per optimizer step, after the last backward and before clipping. It needs one
-    all-reduce of two numbers and one in-place scaling. The CPU does not wait for the device.
+    Also reset the running sums. Call this function on every rank, once per optimizer step, after the last backward and
+    before clipping. It needs one all-reduce of two numbers, and scales the gradients in place. The CPU does not wait
+    for the device.
 
     Args:
         module: The module that was passed to :func:`token_mean_loss`. The gradients of its parameters must be averages
             over ``group``, as FSDP2 and DDP compute them.
-        group: Process group of the data and context parallel ranks (the ``"dp_cp"`` axis). None for one process.
+        group: Process group of the data and context parallel ranks (the ``"dp_cp"`` axis). None if there is only one
+            process.
         loss_divisor: Number by which the loss of each micro-batch was divided before backward. In Lightning, this is
             ``accumulate_grad_batches``.
 
     Returns:
-        The mean loss and the token count of the step, or None if no loss was computed since the last call.
+        The mean loss and the number of label tokens of the step, or None if :func:`token_mean_loss` was not called
+        since the last call of this function.
 
     Raises:
-        RuntimeError: If the step had no label token at all. On an accelerator, this is a device-side assertion, because
-            the CPU does not wait for the count.
+        RuntimeError: If the step had no label token on any rank. On an accelerator, this is a device-side assertion,
+            because the CPU does not wait for the number of tokens.
     """
     window: TokenWindow | None = module.__dict__.pop(_WINDOW_ATTRIBUTE, None)
     if window is None:
@@ -140,7 +146,7 @@ def apply_token_mean_(
 
 
 def drop_token_windows(module: nn.Module) -> None:
-    """Drop the running sums of :func:`token_mean_loss` for ``module`` and all modules in it."""
+    """Discard the running sums of :func:`token_mean_loss` for ``module`` and all modules in it."""
     for submodule in module.modules():
         submodule.__dict__.pop(_WINDOW_ATTRIBUTE, None)
 
