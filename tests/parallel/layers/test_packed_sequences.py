@@ -164,7 +164,7 @@ def test_documents_of_every_family_are_separate_or_it_is_refused(family: str) ->
 def test_flash_attention_separates_documents_of_a_single_sequence_only() -> None:
     model = make_causal_lm(LLAMA)
     model.config._attn_implementation_internal = "flash_attention_2"
-    message = r"LlamaForCausalLM: its flash_attention_2 separates documents only with batch_size=1, not 2"
+    message = r"LlamaForCausalLM: its flash_attention_2 separates documents only with batch_size=1, but batch_size is 2"
     with pytest.raises(ValueError, match=message), require_separate_documents(model, 2):
         pass
 

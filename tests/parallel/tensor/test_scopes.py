@@ -478,7 +478,9 @@ def make_plain(block: type[nn.Module]) -> PlainTransformer:
 def test_a_layer_with_an_attention_of_its_own_is_refused_by_name() -> None:
     def run() -> None:
         plan = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
-        with pytest.raises(ValueError, match=r"blocks\.0\.query is a linear layer that FlatBlock uses itself"):
+        with pytest.raises(
+            ValueError, match=r"blocks\.0\.query is a linear layer that the code of FlatBlock calls directly"
+        ):
             make_sharded(make_plain(FlatBlock), plan=plan)
 
     run_ranks(run, 2)

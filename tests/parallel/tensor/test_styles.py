@@ -512,7 +512,7 @@ def test_a_style_on_the_wrong_module_is_a_type_error_that_names_both() -> None:
         (
             VocabularyEmbedding(),
             MarkedEmbedding(),
-            "MarkedEmbedding has .* use the style 'replicate' for it",
+            "MarkedEmbedding has .* use the style 'replicate' for this module",
         ),
         (ShardedNorm(), nn.LayerNorm(4), "LayerNorm is not an RMS norm"),
         (ShardedNorm(), nn.Linear(4, 4), "Linear is not an RMS norm"),
