@@ -122,7 +122,7 @@ def run_sharded(
         batch_size: Number of sequences.
         documents: Packed documents in the sequences. Attention does not cross the borders between documents. None if
             each sequence is one document.
-        padding: [batch, length], bool: True for padding, whose positions attend to no keys. None without padding.
+        padding: [batch, length], bool: True for padding positions, which attend to no keys. None without padding.
         method: Method of attending to whole sequences.
         group: Process group of the ranks over which the sequences are split.
     """
@@ -166,7 +166,7 @@ def install_attention(config: Any) -> None:
 def uninstall_attention(config: Any) -> None:
     """Undo one call of :func:`install_attention` for this config.
 
-    Only after the last such call is undone does the config get its original attention back.
+    Undoing the last such call gives the config its original attention back.
     """
     _uses[id(config)] -= 1
     if _uses[id(config)]:
@@ -237,7 +237,7 @@ def _get_window(mask_function: Callable[..., Any], running: _Forward) -> int | N
     """Return the size of a causal mask's sliding window, or None if every query sees all earlier keys.
 
     Raises:
-        ValueError: If the mask is not causal, or restricts the keys in any other way than by a sliding window.
+        ValueError: If the mask is not causal, or restricts the keys in any way other than a sliding window.
     """
     try:
         key = _describe(mask_function)
@@ -302,7 +302,7 @@ def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
-    except (IndexError, RuntimeError):  # raised by functions that read tensors which are split or are on the device
+    except (IndexError, RuntimeError):  # raised by mask functions that read tensors, because these may be split
         return None
     return window if is_window else None
 

@@ -80,8 +80,8 @@ class _BlockAttention(torch.autograd.Function):
             normalizer[:] = sinks.float()[:, None]
         for block in blocks:
             merge(output, normalizer, block.rows, *_attend(query, keys, values, block, scale))
-        # copy even if the dtype is already right: if forward has changed the returned tensor in place, code that torch
-        # 2.11 compiles passes it no gradient (https://github.com/pytorch/pytorch/issues/180642)
+        # always copy, because code compiled by torch 2.11 passes no gradient to an output that was changed in place
+        # (https://github.com/pytorch/pytorch/issues/180642)
         result = output.to(query.dtype, copy=True)
         ctx.save_for_backward(query, key, value, sinks, result, normalizer)
         ctx.blocks, ctx.scale, ctx.group = blocks, scale, group

@@ -1,4 +1,4 @@
-"""Checks that context parallelism supports a Hugging Face model, made before the model is sharded."""
+"""Checks that a Hugging Face model supports context parallelism, which run before the model is sharded."""
 
 import inspect
 from typing import Any
@@ -32,8 +32,8 @@ def choose_method(model: Any, method: str, cp_size: int, tp_size: int) -> Method
     """Choose how attention gets the whole sequence: by ``"allgather"`` or ``"ulysses"``.
 
     ``"auto"`` chooses the method that moves less data per rank. In forward and backward together, the all-gather method
-    moves the keys and values of the whole sequence three times. Ulysses moves only ``1 / cp_size`` of them twice, but
-    also of the queries and results.
+    moves the keys and values of the whole sequence three times. Ulysses moves queries, keys, values and results twice,
+    but only ``1 / cp_size`` of each.
 
     Raises:
         ValueError: If ``"ulysses"`` is requested but the heads cannot be divided over the ranks.

@@ -52,7 +52,7 @@ def assume_documents(position_ids: Tensor) -> Iterator[None]:
     Simulations need this, because tensors without values cannot be searched for documents.
 
     Args:
-        position_ids: [batch, sequence], real values, which restart at each document.
+        position_ids: [batch, sequence], a tensor with values. They restart at each document.
     """
     numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
     token = _known_documents.set(find_documents(numbers, position_ids.device))
@@ -139,8 +139,7 @@ class ShardedForward:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # a list in which no layer calls attention is allowed if the layers of another list do: it may hold
-            # projections
+            # allow a list whose layers are projections, none of which calls attention, if other lists call attention
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
                     f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; this"
@@ -234,7 +233,7 @@ class ShardedForward:
         return find_documents((~is_token).long(), mask.device), ~mask.bool()
 
     def _take_loss(self, given: dict[str, Any]) -> "_ShardedLoss | None":
-        """Shift and count the labels in ``given`` before they are split, and return the conversion of the loss.
+        """Shift and count the labels in ``given`` before they are split, and return a :class:`_ShardedLoss`.
 
         Return None if there are no labels.
         """
@@ -336,7 +335,7 @@ class _ShardedLoss:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record whether the model calls its loss function with the already shifted labels inside the block."""
+        """Record whether, inside the block, the model passes the already shifted labels to its loss function."""
         own = get_optional_own_loss(self.model)
         function = self.model.loss_function
         takes_shifted = "shift_labels" in inspect.signature(function).parameters

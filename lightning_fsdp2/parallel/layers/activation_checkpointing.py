@@ -54,7 +54,8 @@ def apply_activation_checkpointing(
             backward needs: results of fused attention (any implementation except ``"eager"``), of collectives except
             all-gathers, and of every second matrix product. The kept results serve only one backward, so torch raises
             an error in a second backward through the same graph (``retain_graph=True``).
-        scope: Parts of a multimodal model to checkpoint. The names of its modules tell to which part they belong.
+        scope: Parts of a multimodal model to checkpoint. The name of a layer determines to which part the layer
+            belongs.
         compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and their forwards contain
             collectives. If this version of torch cannot compile a checkpoint inside such a layer, the checkpoint wraps
             the layer's whole call instead of its forward.
@@ -175,7 +176,7 @@ def _repeat_compiled(stance: str) -> Iterator[None]:
 
 def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
-    # use names relative to the Hugging Face model, because outer names such as `vision_model` say nothing about parts
+    # use names relative to the Hugging Face model: the name of the attribute that holds it does not indicate a part
     tops = (structure.root, *(parts.module for parts in structure.models))
     names = {module: name for top in tops for name, module in top.named_modules()}
     parts = {layer: _get_part(names[layer]) for layer in structure.layers}

@@ -144,8 +144,7 @@ class _CompiledLayer:
         if self.fusion is not None:
             self.fusion.report()
         if caches := self.caches.find(args, kwargs):
-            # do not use compiled code: each layer fills a different place in the caches, so layers could not share a
-            # graph
+            # skip compiled code, because layers fill different places in the caches and could not share a graph
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 if torch.is_grad_enabled():
                     self.report.warn(self.layer, "a filled cache, `past_key_values`")

@@ -1,4 +1,4 @@
-"""Entry point of tensor and sequence parallelism, which matches a plan with each model, checks and applies it."""
+"""Entry point of tensor and sequence parallelism, which finds each model's plan, checks it, and shards the model."""
 
 import inspect
 from collections.abc import Iterator
@@ -123,9 +123,9 @@ def _iterate_readable(
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Find child modules, such as position tables, whose weights the parent may read without calling the child.
 
-    These are children with replicated weights that FSDP2 gathers together with the parent's. Layers, the embedding, the
-    final norm and the head are left out, because FSDP2 gathers each of them separately. The same would be true of
-    modules with a different dtype, so nothing is yielded for a model with several dtypes.
+    These are children with replicated weights, which FSDP2 gathers together with the parent's weights. Layers, the
+    embedding, the final norm and the head are left out, because FSDP2 gathers each of them separately. It would also
+    gather modules with a different dtype separately, so nothing is yielded for a model with several dtypes.
 
     Yields:
         A parent module, and the list of its children whose weights it may read.
@@ -279,15 +279,15 @@ def _iterate_unnamed(
 def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:
     """Return whether a region's result comes from exactly one row-wise projection, which can then reduce-scatter it.
 
-    Return False if a module that contains the projection directly holds a replicated parameter. It is not known whether
-    the module uses this parameter before the projection, on whole sequences, or after the projection, on parts of
-    sequences. If this function returns False, the result is sliced at the end of the region instead.
+    Return False if a module that encloses the projection holds a replicated parameter of its own. It is not known
+    whether the module uses this parameter before the projection, on whole sequences, or after the projection, on parts
+    of sequences. If this function returns False, the result is sliced at the end of the region instead.
     """
     reducing = [module for module, style in styles.items() if style.reduces]
     if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
         return False
     around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
-    # siblings with parameters must not exist: they may add to the projection's result, as experts do to a shared expert
+    # rule out siblings with parameters, which may add to the projection's result, as experts add to a shared expert's
     is_alone = all(sum(bool(get_slots(child.modules())) for child in outer.children()) == 1 for outer in around[:-1])
     return is_alone and all(layouts[slot] != Layout() for slot in get_slots(around))
 

@@ -43,7 +43,7 @@ def check_layouts(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Check the layouts of the parameters that the plans give.
+    """Check the parameter layouts that result from the plans.
 
     Raises:
         ValueError: If a parameter cannot be sharded evenly, if results are not summed over the ranks as needed, or if a
@@ -167,7 +167,7 @@ def _check_foreign_styles(model: MatchedModel, sequence_parallel: bool) -> None:
             raise ValueError(
                 f"tp_plan: {tied} are one tied parameter, but a torch style with custom layouts would replace the"
                 " parameter in only one of these modules. Use the names of styles for both modules"
-                " ('embedding_rowwise', 'colwise_gather_output'), or untie them (tie_word_embeddings=False)."
+                " ('embedding_rowwise', 'colwise_gather_output'), or untie the weights (tie_word_embeddings=False)."
             )
 
 
@@ -192,7 +192,7 @@ def _check_results(model: MatchedModel) -> None:
 
     Projections that are direct children of the layer are checked together.
     """
-    if model.foreign:  # torch's own styles may sum the results, which this check cannot know
+    if model.foreign:  # skip plans with torch's own styles, because these styles may sum the results themselves
         return
     names = {module: name for name, module in model.module.named_modules()}
     styles = model.styles
@@ -204,8 +204,8 @@ def _check_results(model: MatchedModel) -> None:
             sharded = [m for m, style in found.items() if isinstance(style, ColumnWise) and not style.gather_output]
             if sharded and not any(isinstance(style, RowWise | SummedResult) for style in found.values()):
                 raise ValueError(
-                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry sums the"
-                    " results computed from these outputs over the ranks. Add a 'rowwise' entry for the projection"
+                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry sums, over the"
+                    " ranks, the results that are computed from these outputs. Add a 'rowwise' entry for the projection"
                     " that reads the outputs, or gather the outputs with 'colwise_gather_output'."
                 )
 
@@ -277,8 +277,8 @@ def _check_layers(model: MatchedModel) -> None:
             if isinstance(child, nn.Linear) and child not in known:
                 raise ValueError(
                     f"sequence_parallel=True: {names[child]} is a linear layer that the code of {type(layer).__name__}"
-                    " calls directly. The linear layer may process each position independently, or may be part of an"
-                    " attention; this cannot be determined. Shard it in tp_plan, name it in"
+                    " calls directly. It is not known whether this linear layer processes each position independently"
+                    " or is part of an attention mechanism. Shard the linear layer in tp_plan, name it in"
                     " LayerTraits(pointwise=...), or use sequence_parallel=False."
                 )
 
@@ -301,7 +301,7 @@ def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -
 def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
-    except Exception:  # configs raise this for fields that differ between layers; weight sizes are checked elsewhere
+    except Exception:  # raised for fields that differ between layers, whose weight sizes are checked anyway
         return None
 
 

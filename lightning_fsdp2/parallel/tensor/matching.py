@@ -74,8 +74,8 @@ class MatchedModel:
     def get_text_stacks(self) -> list[list[nn.Module]]:
         """Return the lists of layers from :meth:`get_stacks`, except those of vision and audio towers.
 
-        The hidden states in towers do not follow the batch's sequence, so they cannot be sharded along it. If all lists
-        belong to towers, all are returned.
+        The hidden states in a tower are not sequences of the batch's tokens, so sequence parallelism cannot shard them.
+        If all lists belong to towers, all of them are returned.
         """
         stacks = [layers for layers in self.get_stacks() if layers[0] not in self.parts.towers]
         return stacks or self.get_stacks()
@@ -147,10 +147,10 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
 
 
 def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:
-    """Return the modules that take the place of a module, each with the suffix that its name gets.
+    """Return the modules to which an entry for ``module`` applies, each with a suffix to append to the entry's name.
 
-    This is the module itself. If peft has wrapped the module for ``modules_to_save``, it is the original module and its
-    copies.
+    If peft has wrapped the module for ``modules_to_save``, these are the original module and its copies. Otherwise, the
+    list contains only the module itself.
     """
     if not (hasattr(module, "original_module") and hasattr(module, "modules_to_save")):
         return [("", module)]

@@ -102,7 +102,7 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
     if isinstance(sections, int):
         sections = (parameter.size(dim) // sections,) * sections
     if parameter.ndim == 1:
-        # replicate biases, because they are small and FSDP2 shards their only dim
+        # replicate biases, because they are small and FSDP2 already shards their only dim
         return Layout(is_partial=True, sections=sections, dim=dim)
     if len(set(sections)) == 1 and has_packed_shards():
         return Layout(placement=StridedShard(dim, split_factor=len(sections)))
@@ -151,7 +151,7 @@ class _LocalParameters:
         self.group = group
 
     def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # an enclosing module's wrapper may already have replaced some parameters, which are then no DTensors
+        # skip parameters that are no longer DTensors, because an enclosing module's wrapper has already replaced them
         sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
         saved = [module._parameters[name] for module, name, _ in sharded]
         try:

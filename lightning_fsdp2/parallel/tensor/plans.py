@@ -1,9 +1,9 @@
 """Tensor parallel plans, which assign a style to each module of a model.
 
 A plan maps patterns to styles. A pattern is the name of a module or parameter, in which ``*`` stands for any one
-component, such as the number of a layer. Most models in transformers have a plan, whose style names :data:`STYLES` maps
-to this package's styles. ``families.py`` has plans for families whose plan in transformers is missing, incomplete or
-wrong.
+component, such as the number of a layer. Most models in transformers have a plan. :data:`STYLES` maps the style names
+in these plans to this package's styles. ``families.py`` has plans for families whose plan in transformers is missing,
+incomplete or wrong.
 """
 
 import re
@@ -88,7 +88,7 @@ def register_tp_plan(
     """Register a tensor parallel plan for a model class or family, which replaces the default plan.
 
     Args:
-        model: Model class, or the ``model_type`` of a config. A class stands for its subclasses too.
+        model: Model class, or the ``model_type`` of a config. A class also covers its subclasses.
         plan: Dict from patterns to styles, or a function that takes the model and returns such a dict. Patterns are
             relative to the model.
         traits: Properties of the model's layers that sequence parallelism needs. Few models need any.

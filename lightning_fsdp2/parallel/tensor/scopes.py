@@ -15,8 +15,8 @@ The region's code gets the complete tensor, which is right for routers, gates an
 on all ranks. Column-wise projections detect that their input is the complete tensor, and use the partial tensor
 instead.
 
-A dense region therefore needs one all-gather and one reduce-scatter in forward, and the same in backward. This works
-for any model that has a tensor parallel plan.
+A dense region therefore needs one all-gather and one reduce-scatter in forward, and the same in backward. For most
+models, this needs no information except the tensor parallel plan.
 """
 
 import math
@@ -65,7 +65,7 @@ class Scope:
         return copy_to_ranks(tensor, self.group)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return the whole of an input that has no gradient, such as the indices of experts."""
+        """Return an input that has no gradient, such as the indices of experts, for whole sequences."""
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class EmbeddingScope(Scope):
         is_watched, mode = any(map(_is_foreign, get_forward_hooks(self.embedding))), torch.is_grad_enabled()
         if mode not in self._watched:
             self._watched[mode] = self._agree(is_watched, tensor)
-        # if any rank has a hook, sum now on all ranks: the hook may read the result on only one rank, which would hang
+        # if any rank has a hook, sum now on all ranks: a hook on one rank must not start an all-reduce alone
         if self._watched[mode]:
             return super().leave_whole(tensor)
         pending = PendingSum.make(tensor, self.group, is_watched=is_watched)

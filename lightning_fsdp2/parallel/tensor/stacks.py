@@ -240,5 +240,5 @@ def map_hidden_states(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def may_be_repeated() -> bool:
-    """Return whether the current forward may be a recomputation, in backward, by activation checkpointing."""
+    """Return whether the current forward may be a recomputation that activation checkpointing runs in backward."""
     return torch.compiler.is_compiling() or is_in_backward()

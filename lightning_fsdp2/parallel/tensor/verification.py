@@ -1,4 +1,4 @@
-"""Verification that a tensor parallel plan gives correct gradients, by the autograd graph of a layer's first forward.
+"""Verification of the gradients under a tensor parallel plan, by the autograd graph of each layer's first forward.
 
 Correct logits do not prove that gradients are correct. For example, each rank applies the query and key norms of Qwen3
 to its own heads. If a plan nevertheless replicates these norms without summing their gradients, the logits are correct,

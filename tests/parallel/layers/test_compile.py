@@ -493,7 +493,7 @@ def test_what_dynamo_cannot_trace_is_said_once(mode: Any) -> None:
 
     (message,) = run_ranks(run, 1, Broken)[0]
     assert message.startswith("enable_compile=True: torch.compile cannot trace all of Broken (")
-    assert message.endswith("without compilation. TORCH_LOGS=graph_breaks shows where.")
+    assert message.endswith("without compilation. Set TORCH_LOGS=graph_breaks to see which parts.")
     assert run_ranks(run, 1, Widened)[0] == []
 
 

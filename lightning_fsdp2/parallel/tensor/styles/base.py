@@ -23,7 +23,7 @@ from lightning_fsdp2.parallel.tensor.scopes import Scope
 
 
 class Style(ParallelStyle):
-    """Way in which the tensor parallel ranks run a module together."""
+    """Tensor parallel style, which defines how the ranks shard a module and run it together."""
 
     is_boundary: ClassVar[bool] = False
     """Whether the module converts values that are equal on all ranks to values that differ between ranks, or the
@@ -33,7 +33,7 @@ class Style(ParallelStyle):
     """Whether the module's result is a sum over the ranks."""
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
-        """Return the layouts of those parameters of ``module`` that this style does not simply replicate.
+        """Return the layouts of the parameters of ``module``. Parameters without a layout are replicated.
 
         Args:
             module: Module to which the style is assigned.

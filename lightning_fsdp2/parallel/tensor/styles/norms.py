@@ -47,5 +47,5 @@ class ShardedNorm(Style):
 
 def _get_epsilon(norm: Any) -> float:
     values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    # if the norm has no epsilon, torch uses the machine epsilon of the dtype in which it computes
+    # without an explicit epsilon, torch's own norm uses the machine epsilon of the dtype in which it computes
     return next((value for value in values if value is not None), torch.finfo(torch.float32).eps)

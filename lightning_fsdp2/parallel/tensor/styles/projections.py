@@ -81,8 +81,8 @@ class ColumnWise(Style):
 class VocabularyHead(ColumnWise):
     """Style of an output head that can return logits sharded over the vocabulary, as a DTensor with this placement.
 
-    In a forward without gradients, the logits of a single position are gathered, because ``generate`` needs all of
-    them.
+    In a forward without gradients, the logits of a single position are gathered, because ``generate`` needs logits for
+    the whole vocabulary.
     """
 
     gather_output: bool = True
@@ -120,9 +120,10 @@ class RowWise(Style):
 
     @property
     def reduces(self) -> bool:  # type: ignore[override]
-        """Whether the module's result is a sum over the ranks that every rank returns as a whole.
+        """Whether every rank returns the whole sum of the ranks' results.
 
-        Scattered output features do not count, because the enclosing module computes further with them.
+        This is False if the output features are scattered, because the enclosing module then computes further with
+        them.
         """
         return not self.scatter_output
 
@@ -163,10 +164,10 @@ class RowWise(Style):
 
 
 def _get_base_linears(style: Style, module: nn.Module) -> list[Any]:
-    """Return ``module`` itself, or the linear layer inside it if ``module`` is an adapter of peft, in a list.
+    """Return a list with one linear layer: ``module``, or the layer inside it if ``module`` is an adapter of peft.
 
     Raises:
-        TypeError: If this module is not a linear layer.
+        TypeError: If there is no such linear layer.
     """
     base: Any = getattr(module, "base_layer", module)
     weight = base._parameters.get("weight")
@@ -179,7 +180,7 @@ def _get_adapters(module: Any) -> list[tuple[nn.Module, nn.Module]]:
     """Return the LoRA layers that peft has added to a linear layer, as pairs of a down and an up projection.
 
     Raises:
-        TypeError: If the adapter is not LoRA, or has additional parameters, so that it is unknown how to shard it.
+        TypeError: If the adapter is not LoRA, or has additional parameters that this package cannot shard.
     """
     if not hasattr(module, "base_layer"):
         return []
