@@ -56,7 +56,7 @@ class Layout:
     """Whether the ranks' shards may differ in size, because their results are only gathered or summed."""
 
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
-        """Return the sizes of a parameter's packed sections, each of which is sharded over the ranks separately."""
+        """Return the sizes of a parameter's packed sections. Each section is sharded over the ranks separately."""
         if self.sections is not None:
             return self.sections
         placement: Any = self.placement
