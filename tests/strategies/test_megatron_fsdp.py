@@ -282,7 +282,10 @@ def test_a_trained_model_is_exported(tmp_path: Path) -> None:
 REFUSED_FLAGS = [
     ({"overlap_grad_reduce": False, "zero_dp_strategy": 1}, r"overlap_grad_reduce=False: .*pull/6357.*0 or 3"),
     ({"overlap_param_gather": False, "zero_dp_strategy": 2}, r"overlap_param_gather=False: .*zero_dp_strategy=2"),
-    ({"nccl_ub": True}, r"nccl_ub=True needs megatron.core.nccl_allocator or .*not installed; leave it False"),
+    (
+        {"nccl_ub": True},
+        r"nccl_ub=True needs megatron.core.nccl_allocator or .*neither is installed; use nccl_ub=False",
+    ),
     ({"init_fsdp_with_meta_device": True}, r"True, but Regressor has no parameter on the meta device.*leave the flag"),
     (
         {"init_fsdp_with_meta_device": True, "zero_dp_strategy": 0},

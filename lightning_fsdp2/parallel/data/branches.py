@@ -22,20 +22,20 @@ End = Literal["the backward pass", "the end of the step"]
 
 
 def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Make the ranks compare which part of ``root`` they enter, before the weights of the part are gathered.
+    """Make the ranks compare which part of ``root`` they enter, before the weights of that part are gathered.
 
-    A part is a list of layers, or a unit outside the layers. Each part costs an exchange of one number on the host, and
-    so does the event after the last part (:func:`check_end`). If there is only one list of layers, and no part outside
-    a Hugging Face model, ranks cannot enter different parts, and nothing is exchanged.
+    A part is a list of layers, or a unit outside the lists. The ranks exchange one number on the host whenever they
+    enter a part, and once more after the last part (:func:`check_end`). A Hugging Face model that has only one list of
+    layers, and no units outside it, leaves ranks no choice of parts. In this case nothing is exchanged.
 
     Args:
         root: Module that is sharded.
-        units: Modules of ``root`` whose weights are gathered when they are called.
+        units: Modules of ``root`` whose weights are gathered when the module is called.
         group: Process group of all ranks, on the host.
     """
     lists = get_layer_lists(root)
     inside = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
-    # a list of layers is entered with its first layer
+    # a rank enters a list of layers when it calls the first layer
     entered = ({*units} - inside) | {blocks[0] for blocks in lists}
     parts = [module for module in root.modules() if module in entered]
     models = {module for model in get_hf_models(root) for module in model.modules()}
@@ -50,12 +50,12 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
 
 
 def check_end(root: nn.Module, end: End) -> None:
-    """Check, together with all other ranks, that no rank enters a further part of ``root``.
+    """Check, together with all other ranks, that every rank has left the last part of ``root`` and reached ``end``.
 
-    This does nothing if :func:`check_branches` found nothing to check.
+    This does nothing if :func:`check_branches` found that ranks cannot enter different parts.
 
     Raises:
-        RuntimeError: On every rank, if any rank enters a further part.
+        RuntimeError: On every rank, if any rank enters another part instead.
     """
     if (check := root.__dict__.get(_CHECK_ATTRIBUTE)) is not None:
         check.compare(check.names.index(end))
@@ -88,7 +88,7 @@ class _Check:
             places = "; ".join(f"{self.names[part]} (ranks {describe_ranks(found)})" for part, found in ranks.items())
             raise RuntimeError(
                 f"Ranks run different parts of the model in the same step: {places}. All ranks gather the weights of a"
-                " part together, so either every micro-batch must use the part or none: let the collator add a dummy"
-                " image to a batch without images, with its placeholders after the text and labels of -100"
+                " part together, so a part must be used by every micro-batch or by none. Let the collator add a dummy"
+                " image to each batch without images, with placeholders after the text and labels of -100"
                 " (`lightning_fsdp2.data.add_dummy_image`)."
             )

@@ -19,13 +19,13 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class Replica:
-    """A module, with a DDP wrapper while the module has trained parameters.
+    """Module that is wrapped with DDP for as long as it has trained parameters.
 
     Args:
         module: Module that is trained on every rank.
-        wrap: Function that makes the wrapper. All ranks already have the same weights when it is called.
+        wrap: Function that makes the DDP wrapper. All ranks already have the same weights when it is called.
         group: Process group of the ranks that train the module.
-        before_wrapping_again: Function that is called before a wrapper is replaced. All ranks must replace it together.
+        before_wrapping_again: Function that is called before the wrapper is replaced, which all ranks must do together.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Replica:
 
     @property
     def root(self) -> nn.Module:
-        """Module to call in a step: the wrapper, or the module itself if there is no wrapper."""
+        """Module to call in a step: the DDP wrapper, or the module itself if it has no trained parameters."""
         return self.wrapper or self.module
 
     def refresh(self) -> None:
-        """Adapt to the parameters that were frozen and unfrozen since the last step."""
+        """Wrap the module again if parameters were frozen or unfrozen since the last step, unless DDP allows it."""
         trained = self._get_trained()
         if trained.keys() == self._trained.keys():
             return
@@ -72,8 +72,8 @@ class Replica:
         if unknown:
             names = [name for name, parameter in self.module.named_parameters() if id(parameter) in unknown]
             raise ValueError(
-                f"{list_names(names)}: unfrozen inside of `training_step`, where DDP does not notice. Unfreeze them"
-                " before the step, in `on_train_batch_start` for example."
+                f"{list_names(names)}: unfrozen inside `training_step`, where DDP does not notice it. Unfreeze them"
+                " before the step, for example in `on_train_batch_start`."
             )
 
     def finish_backward(self, *, is_manual: bool) -> None:
@@ -90,8 +90,9 @@ class Replica:
 
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
-        """Run a micro-batch that no optimizer step follows, without reducing its gradients."""
-        # torch learns a static graph only from a backward that synchronises; averaging twice does no harm
+        """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
+        # With a static graph, torch records the graph only in a backward that reduces gradients.
+        # The first micro-batch is therefore reduced. Averaging its gradients again later does not change them.
         with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
             yield
 
@@ -104,7 +105,7 @@ class Replica:
         return {id(parameter): parameter for parameter in self.module.parameters() if parameter.requires_grad}
 
     def _reduce_gradients_of_frozen(self, trained: dict[int, Tensor]) -> None:
-        """Average the gradients that earlier micro-batches left unreduced, for parameters that are now frozen."""
+        """Average over the ranks the gradients that newly frozen parameters got from earlier micro-batches."""
         for number, parameter in self._trained.items():
             if number not in trained and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self._group)

@@ -49,10 +49,10 @@ def apply_fully_shard(
 
 
 def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks: int) -> None:
-    """Refuse to reshard to a number of ranks that does not divide the ``ranks`` that parameters are sharded over.
+    """Refuse a ``reshard_after_forward`` that does not divide ``ranks``, the number of ranks that hold shards.
 
     Raises:
-        ValueError: If the number does not divide ``ranks``; the message names the numbers that do.
+        ValueError: If ``ranks`` is not divisible by it; the message lists the divisors of ``ranks``.
     """
     if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
         divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
@@ -153,9 +153,9 @@ def _guard_saved_weights(model: nn.Module) -> Iterator[None]:
         if is_over:
             raise RuntimeError(
                 "Backward through an `unshard_fsdp2_model` block that has ended: the weights gathered for it are freed."
-                " Inside the block read weights, under `torch.no_grad()`; to train on them, use them in the forward of"
-                " their own module. A penalty on weights is the optimizer's `weight_decay`, or its gradient, added to"
-                " each `p.grad` in `on_before_optimizer_step`."
+                " Inside the block, read weights under `torch.no_grad()`. To train on them, use them in the forward of"
+                " their own module. For a penalty on weights, use the optimizer's `weight_decay`, or add the gradient"
+                " of the penalty to each `p.grad` in `on_before_optimizer_step`."
             )
         return saved[0]
 
@@ -174,8 +174,8 @@ def _get_address(tensor: Tensor) -> int:
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
     raise RuntimeError(
         f"{type(module).__name__}.state_dict() inside `unshard_fsdp2_model`: a state dict is made of shards, and"
-        " building it would shard the model again. Call it outside of the block and gather its tensors"
-        " (`tensor.full_tensor()`), or read `named_parameters()` inside."
+        " building it would shard the model again. Call `state_dict()` outside the block and gather its tensors"
+        " (`tensor.full_tensor()`), or read `named_parameters()` inside the block."
     )
 
 
@@ -186,7 +186,7 @@ def _reshard_units(modules: Iterable[FSDPModule]) -> None:
 
 
 class _Unregistered(FSDPModule):
-    """FSDP2's class, except that the user's class is not notified of the new subclass."""
+    """FSDP2's class, without the call of ``__init_subclass__`` that would tell the user's class about a subclass."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
@@ -201,13 +201,13 @@ def _check_class(cls: type[nn.Module]) -> None:
     if issubclass(cls, FSDPModule):
         return
     try:
-        # bypasses `__new__` and `__setattr__`, which the class may define
+        # bypasses any `__new__` and `__setattr__` that the user's class defines
         object.__setattr__(object.__new__(cls), "__class__", type(cls.__name__, (_Unregistered, cls), {}))
     except TypeError as error:
         bases = [base.__name__ for base in cls.__bases__]
         raise TypeError(
-            f"class {cls.__name__}({', '.join(bases)}): FSDP2 gives a module a class of its own, which Python does not"
-            f" allow here ({error}). Write the bases in another order, {bases[-1]} before {bases[0]}."
+            f"class {cls.__name__}({', '.join(bases)}): FSDP2 changes the class of each module that it shards, which"
+            f" Python does not allow here ({error}). Change the order of the bases: {bases[-1]} before {bases[0]}."
         ) from error
 
 
@@ -243,7 +243,7 @@ def _shard_unit(
 
 
 def _keep_class_name(module: nn.Module) -> None:
-    """Keep the user's class name, not ``FSDP...``, in messages and summaries of Lightning and transformers."""
+    """Restore the class name that the user chose, so that messages and model summaries do not show ``FSDP...``."""
     cls, own = type(module), get_class(module)
     cls.__name__, cls.__qualname__ = own.__name__, own.__qualname__
 
@@ -251,22 +251,23 @@ def _keep_class_name(module: nn.Module) -> None:
 def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
     """Return the dim along which FSDP2 shards ``parameter``: None for dim 0, or dim 1 if dim 0 is packed.
 
-    In a packed dim, a tensor parallel shard has a part of each packed projection. DTensor cannot shard these parts.
+    A dim is packed if it concatenates several projections. A tensor parallel shard then holds a part of each
+    projection, and DTensor cannot shard such parts further along the same dim.
     """
     packed = get_packed_placements(parameter) if isinstance(parameter, DTensor) else {}
     if not any(placement.dim == 0 for placement in packed.values()):
         return None
     if parameter.size(1) % ranks:
         raise ValueError(
-            f"A weight of shape {tuple(parameter.shape)} packs several projections along dim 0, so its dim 1 is"
-            f" sharded over the {ranks} data parallel ranks, which do not divide {parameter.size(1)}; use a number of"
-            " ranks that divides it, or more replicas (dp_replicate_size)."
+            f"A weight of shape {tuple(parameter.shape)} packs several projections along dim 0, so dim 1 is sharded"
+            f" instead. Its size {parameter.size(1)} is not divisible by the {ranks} data parallel ranks. Use a number"
+            " of ranks that divides it, or more replicas (dp_replicate_size)."
         )
     return Shard(1)
 
 
 def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:
-    """Return the attributes that users set on parameters, such as ``_no_weight_decay``, which sharding would drop."""
+    """Return the attributes that users set on parameters, such as ``_no_weight_decay``; sharding would drop them."""
     return {
         (module, name): dict(parameter.__dict__)
         for top in modules

@@ -110,14 +110,14 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply all gradients by a scalar tensor in place, without waiting for its value.
 
-    Each product is rounded once, to the dtype of its gradient; the factor keeps 32 bits.
+    The factor is not rounded to the dtype of a gradient. Only the product is, so each element is rounded once.
     """
     for group in _group_for_foreach(_local_gradients(parameters)):
         device, dtype = group[0].device, group[0].dtype
         if dtype in (torch.bfloat16, torch.float16):
             scale_in_float32(group, factor.to(device))
         else:
-            # a factor of another dtype would force torch's slow path, with a kernel for each gradient
+            # a factor of a different dtype would force torch's slow path, with one kernel per gradient
             torch._foreach_mul_(group, factor.to(device, dtype))
 
 
@@ -147,7 +147,8 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     sharder = get_optional_sharder(model)
     set_sync(False)
-    # The next backward must not add to unreduced gradients. These hooks separate them while the block runs.
+    # Several parameters may share the memory of one unreduced gradient, and a backward would add to it in place.
+    # These hooks therefore copy shared gradients before each forward in the block.
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:
@@ -156,7 +157,7 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
-        separate_unreduced_gradients(modules)  # for the first backward after the block
+        separate_unreduced_gradients(modules)  # the first backward after the block adds to these gradients
         set_sync(True)
 
 
@@ -175,9 +176,9 @@ def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> N
 
 
 def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
-    """Call ``clear`` after the ``zero_grad`` of ``optimizer``, for gradients that are not in ``parameter.grad``.
+    """Make ``optimizer.zero_grad`` also call ``clear``, for gradients that are not in ``parameter.grad``.
 
-    torch has no hook for ``zero_grad``.
+    This replaces the method, because torch has no hook for ``zero_grad``.
     """
     zero_grad = optimizer.zero_grad
 
@@ -191,17 +192,17 @@ def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
 def _check_bound(name: str, bound: float) -> None:
     """Refuse a bound that would reverse all gradients, or make them NaN."""
     if not bound >= 0:
-        raise ValueError(f"{name}={bound!r} must be 0 or more; to measure the norm alone, use max_norm=float('inf').")
+        raise ValueError(f"{name}={bound!r} must be 0 or more; to only measure the norm, use max_norm=float('inf').")
 
 
 def _check_distributed(parameters: list[Tensor]) -> None:
-    """Refuse the parameters that Megatron-FSDP computes with, since they have no gradients that could be clipped."""
+    """Refuse the raw parameters with which Megatron-FSDP computes, since they have no gradients to clip."""
     if any(
         hasattr(parameter, "_megatron_fsdp_model") and not isinstance(parameter, DTensor) for parameter in parameters
     ):
         raise ValueError(
-            "These parameters have no gradients: the model was called after its backward, so it holds the parameters"
-            " that Megatron-FSDP computes with. Clip the parameters of the optimizer, or clip before that call."
+            "These parameters have no gradients. The model was called after its backward, so it holds the parameters"
+            " with which Megatron-FSDP computes. Clip the parameters of the optimizer, or clip before that call."
         )
 
 

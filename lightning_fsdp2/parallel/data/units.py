@@ -79,8 +79,8 @@ def build_unit_plan(
     model, layer_lists = structure.root, structure.layer_lists
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
-            f"A {type(model).__name__} has no forward to gather its weights for; put it into a module that has one, and"
-            " pass that module."
+            f"A {type(model).__name__} has no forward, so its weights would never be gathered; put it into a module"
+            " that has a forward, and pass that module."
         )
     check_shardable(model, "FSDP2")
     _check_no_hooks(model)
@@ -156,7 +156,7 @@ def _build_child_units(
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> list[Unit]:
-    """Build units for the models inside the root, and for its other children with parameters not yet in a unit."""
+    """Build units for the models inside the root, and for children whose parameters are not in a unit yet."""
     model = structure.root
     if is_hf_model(model):
         return []
@@ -214,9 +214,9 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` in a list, or if it has no forward that would gather its weights, the modules inside it.
+    """Return ``module``, or the modules inside it if it has no forward in which its weights could be gathered.
 
-    If a module without forward holds parameters itself, they belong to the unit of its parent, which uses them.
+    If a module without forward holds parameters directly, they belong to the unit of its parent, which uses them.
     """
     if not has_forward(module):
         return [top for child in module.children() for top in _expand_containers(child)]
@@ -237,7 +237,7 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of a minority dtype their own units: torch requires one dtype for a unit's trainable parameters."""
+    """Give modules of the less common dtypes units of their own, as torch allows one trainable dtype per unit."""
     names = get_parameter_names(model)
     claimed: set[nn.Module] = set()
     result: list[Unit] = []
@@ -262,9 +262,9 @@ def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
         dtypes = {p.dtype for p in trainable}
         if len(dtypes) > 1:
             raise ValueError(
-                "FSDP2 shards trainable parameters of one dtype per module, but"
+                "FSDP2 needs one dtype for all trainable parameters of a module, but"
                 f" {', '.join(f'{names[p]} ({p.dtype})' for p in trainable)} are in one {type(module).__name__}."
-                " Cast them to one dtype, or freeze the parameters of the other dtype."
+                " Cast them to one dtype, or freeze the parameters of the other dtypes."
             )
         for dtype in dtypes:
             groups.setdefault(dtype, []).append(module)
@@ -298,8 +298,8 @@ def _check_no_hooks(model: nn.Module) -> None:
     hooked = [names[parameter] for parameter in get_parameter_owners(model) if has_gradient_hooks(parameter)]
     if hooked:
         raise ValueError(
-            f"The parameters {', '.join(hooked)} have hooks (`register_hook`), which sharding would drop with these"
-            " parameters. Change gradients in `on_before_optimizer_step` instead."
+            f"The parameters {', '.join(hooked)} have hooks (`register_hook`). These would be lost, because sharding"
+            " replaces the parameters. Change gradients in `on_before_optimizer_step` instead."
         )
 
 
@@ -320,8 +320,8 @@ def _check_layers_own_their_parameters(
         ):
             shared = sorted(f"{names[module]}.{attribute}" for module, attribute in holders)
             raise ValueError(
-                f"The parameters {', '.join(shared)} are tied, but lie in different blocks, which FSDP2 shards one by"
-                " one. Share the module that holds them instead, or tie weights outside of the blocks only."
+                f"The parameters {', '.join(shared)} are tied, but lie in different blocks, and FSDP2 shards each"
+                " block separately. Share the module that holds them instead, or only tie weights outside the blocks."
             )
 
 

@@ -1,8 +1,8 @@
-"""Driver of Megatron-FSDP's wrapper, which calls the wrapper around each backward and after each optimizer step.
+"""Driver that calls Megatron-FSDP's wrapper around each backward and after each optimizer step.
 
-On its own, megatron-fsdp uses hooks that look for tensors in a model's output, and replaces methods of the optimizer.
-This only works with some forms of output, and depends on the order in which optimizers and schedules are made. The
-driver therefore removes these hooks.
+Without a driver, megatron-fsdp finds the backward with hooks on the tensors in a model's output, and replaces methods
+of the optimizer. The hooks only work with some forms of output. The replaced methods only work if optimizers and
+schedules are made in a certain order. The driver therefore does both in its own way, and removes these hooks.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class _Slot(NamedTuple):
-    """Place where a module holds a parameter, with the two parameters that are alternately put there."""
+    """Place where a module holds a parameter, with the raw and the distributed parameter that take turns there."""
 
     holder: dict[str, nn.Parameter | None]
     name: str
@@ -38,7 +38,7 @@ class _Slot(NamedTuple):
 
 
 class Driver:
-    """Driver of a Megatron-FSDP wrapper, which makes the right calls at each point of a training loop.
+    """Object that calls a Megatron-FSDP wrapper at the right points of a training loop.
 
     Args:
         wrapper: The ``megatron_fsdp.MegatronFSDP`` around the model.
@@ -61,7 +61,8 @@ class Driver:
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
         take_hooks_off(wrapper)
         self._put_hooks_on()
-        # version 0.5.1 calls the module without its hooks, but the hook for the module's own parameters must run
+        # The wrapper of version 0.5.1 calls `module.forward` and thereby skips the hooks of the module.
+        # One of these hooks is for the parameters that the module holds directly, and must run.
         wrapper.__dict__["forward"] = wrapper.module.__call__
         for module in (wrapper, wrapper.module):
             set_sharder(module, self)
@@ -84,7 +85,7 @@ class Driver:
             return
         if self._is_stale or self._get_versions() != self._versions:
             self.wrapper.install_optimized_model_weights()
-            # otherwise weights that were gathered between backward and step would be used instead of the new weights
+            # without this call, the forward would use weights that were gathered between backward and step
             self.wrapper.synchronize_param_gather()
             self._is_stale, self._versions = False, self._get_versions()
         self.wrapper.is_param_fsdp_distributed = False
@@ -92,13 +93,13 @@ class Driver:
             slot.holder[slot.name] = slot.raw
 
     def holds_parameters(self, module: nn.Module) -> bool:
-        """Return whether ``module`` contains a wrapped parameter. Networks in metrics are not wrapped."""
+        """Return whether ``module`` contains parameters of the wrapper. Networks inside metrics contain none."""
         return module in self._holders
 
     def expect_writes(self) -> None:
         """Prepare for writes to the distributed parameters, so that the next forward uses the new values.
 
-        This call is needed for writes that autograd does not count.
+        Call it if autograd does not count the writes as in-place changes, because the driver would not notice them.
         """
         self.install_distributed_parameters()
         self._is_stale = True
@@ -121,7 +122,7 @@ class Driver:
         )
 
     def _take_over_exchange(self) -> list[_Slot]:
-        """Replace megatron-fsdp's methods that swap parameters, and return the places of all parameters.
+        """Replace megatron-fsdp's methods that swap the model's parameters, and return the places of all parameters.
 
         The original methods look up every parameter by name several times per step, and fail for unknown parameters.
         """
@@ -136,7 +137,7 @@ class Driver:
         ]
 
     def _get_versions(self) -> list[tuple[int, int]]:
-        """Return the numbers of in-place writes, as autograd counts them, for all parameters and their shards."""
+        """Return how often each parameter and its shard were changed in place, as counted by autograd."""
         return [(parameter._version, get_shard(parameter)._version) for parameter in self._parameters.values()]
 
     # ------------------------------------------------------------------ optimizers
@@ -144,15 +145,16 @@ class Driver:
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Connect ``optimizer`` with the wrapper.
 
-        After its steps, the raw parameters are updated. Its ``zero_grad`` clears the gradient buffers. This replaces
-        ``megatron_fsdp.fully_shard_optimizer``, which has two defects up to 0.6.1: it begins with a step that changes
-        weights (https://github.com/NVIDIA/Megatron-LM/issues/5974), and it removes a schedule's wrapper of ``step``.
+        Each step of the optimizer then updates the raw parameters, and its ``zero_grad`` clears the gradient buffers.
+        Use this method instead of ``megatron_fsdp.fully_shard_optimizer``, which has two defects up to 0.6.1. It begins
+        with a step that changes weights (https://github.com/NVIDIA/Megatron-LM/issues/5974), and it removes the wrapper
+        that a schedule puts around ``step``.
         """
         extend_zero_grad(optimizer, self.clear_gradients)
         optimizer.register_step_post_hook(lambda *args: self.expect_writes())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, instead of the ``zero_grad`` of the modules."""
+        """Clear all gradients. The modules' own ``zero_grad``, which this replaces, would not clear the buffers."""
         self.install_distributed_parameters()
         nn.Module.zero_grad(self.wrapper.module, set_to_none)
         self.clear_gradients()
@@ -166,7 +168,7 @@ class Driver:
 
     @contextmanager
     def surround_backward(self) -> Iterator[None]:
-        """Prepare and finish the backward that runs inside the block. If it fails, the next forward cleans up."""
+        """Prepare and finish the backward that the block runs. If the backward fails, the next forward cleans up."""
         self._begin_backward()
         yield
         self._end_backward()
@@ -174,7 +176,7 @@ class Driver:
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
         """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
-        # without the public setter, which would warn each time
+        # does not use the public setter, which would warn each time
         before, self.wrapper.model_auto_sync = self.wrapper.model_auto_sync, False
         try:
             yield
@@ -192,7 +194,7 @@ class Driver:
             if parameter.requires_grad:
                 parameter.register_hook(self._reach_leaf)
         for module in self._holders:
-            # users may call any part of the model, even after a backward
+            # each module gets the hook, because users may call any part of the model, even after a backward
             module.register_forward_pre_hook(self._enter_forward, prepend=True)
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -204,7 +206,7 @@ class Driver:
 
     def _enter_forward(self, module: nn.Module, args: Any) -> None:
         if self._in_backward and not is_in_backward():
-            self._abandon_backward()  # the backward ended with an exception
+            self._abandon_backward()  # the last backward ended with an exception
             self.clear_gradients()
         self.install_raw_parameters()
 
@@ -221,7 +223,7 @@ class Driver:
         if self._has_reached_a_leaf:
             self._end_backward()
         else:
-            self._abandon_backward()  # this was `torch.autograd.grad`, which sets no gradients of parameters
+            self._abandon_backward()  # the user called `torch.autograd.grad`, which sets no gradients of parameters
 
     def _begin_backward(self) -> None:
         if self._has_gradients:
@@ -266,7 +268,7 @@ class Driver:
         self._unused = unused if self._unused is None else self._unused & unused
 
     def _warn_of_unused(self) -> None:
-        """Warn once of parameters that the loss does not use, after the backwards of the first step.
+        """Warn once about parameters that the loss does not use, after the backwards of the first step.
 
         Without Megatron-FSDP, such a parameter has no gradient, and optimizers do not change it.
         """
@@ -280,9 +282,9 @@ class Driver:
         self._has_warned, self._unused = True, None
 
     def _fill_empty_gradients(self) -> None:
-        """Set an empty gradient for each parameter if this rank holds no row of it.
+        """Give an empty gradient to each parameter that has no rows on this rank.
 
-        megatron-fsdp sets no gradient in this case, so this rank would miss collectives of the other ranks.
+        megatron-fsdp leaves such a gradient None. This rank would then skip collectives that the other ranks wait for.
         """
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):
@@ -292,7 +294,7 @@ class Driver:
 def _refuse_copy(memo: dict[int, Any]) -> None:
     raise TypeError(
         "A model wrapped by Megatron-FSDP cannot be copied, because its parameters are in buffers of megatron-fsdp."
-        " Make a new model and load a checkpoint."
+        " Make a new model and load a checkpoint into it."
     )
 
 
@@ -304,7 +306,7 @@ def get_driver(module: nn.Module) -> Driver:
 def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper: Any) -> None:
     """Give the distributed parameters to an optimizer that was made before wrapping.
 
-    Its parameter groups and options stay the same.
+    The optimizer keeps its parameter groups and their options.
 
     Args:
         optimizer: Optimizer that has not stepped yet.
@@ -316,7 +318,7 @@ def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper:
     """
     if optimizer.state:
         raise ValueError(
-            f"{type(optimizer).__name__} already made a step before its model was wrapped, and its states are not"
+            f"{type(optimizer).__name__} already made a step before its model was wrapped, so its states are not"
             " sharded; make a new optimizer."
         )
     driver = get_driver(wrapper)

@@ -103,7 +103,7 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
     if config.init_fsdp_with_meta_device and zero_dp_strategy == 0:
         raise ValueError(
             "init_fsdp_with_meta_device=True initialises a model shard by shard, but zero_dp_strategy=0 shards nothing;"
-            " leave one of them out."
+            " leave out one of the two options."
         )
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         if not getattr(config, name) and zero_dp_strategy in (1, 2):
@@ -114,13 +114,13 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
             )
     if config.nccl_ub and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
         raise ValueError(
-            f"nccl_ub=True needs {' or '.join(_NCCL_ALLOCATORS)}, which are not installed; leave it False."
+            f"nccl_ub=True needs {' or '.join(_NCCL_ALLOCATORS)}, but neither is installed; use nccl_ub=False."
         )
 
 
 def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
-    """Return the classes of modules that become units: all layers, and modules that read their children's weights."""
-    # torch's attention never calls its projection module, so the projection would not be gathered as a separate unit
+    """Return the classes of modules that become units: those of all layers, and torch's attention."""
+    # torch's attention reads the weights of its projection without calling it, so a separate unit is never gathered
     attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
     return list({type(module): None for module in [*structure.layers, *attentions]})
 
@@ -135,17 +135,17 @@ def check_unit_classes(model: nn.Module, classes: Sequence[type[nn.Module]], *, 
         if issubclass(unit_class, nn.ModuleList | nn.ModuleDict):
             raise ValueError(
                 f"megatron_fsdp_unit_modules: {unit_class.__name__} is never called, so its weights would never be"
-                " gathered; name the classes of the modules in it."
+                " gathered; list the classes of the modules inside it."
             )
         if not any(isinstance(module, unit_class) for module in model.modules()):
             raise ValueError(
                 f"megatron_fsdp_unit_modules: {get_class_name(model)} contains no {unit_class.__module__}."
-                f"{unit_class.__qualname__}; name classes of modules in the model, such as the class of its layers."
+                f"{unit_class.__qualname__}; list classes of modules in the model, such as the class of its layers."
             )
     if zero_dp_strategy == 3 and not classes:
         raise ValueError(
             f"zero_dp_strategy=3 gathers parameters unit by unit, but {get_class_name(model)} has no list of layers"
-            " that could be units. Name classes of its parts in MegatronFSDPConfig(megatron_fsdp_unit_modules=[...]),"
+            " that could be units. List submodule classes in MegatronFSDPConfig(megatron_fsdp_unit_modules=[...]),"
             " or use zero_dp_strategy=2."
         )
 
@@ -172,7 +172,7 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
     if not spread:
         raise ValueError(
             f"init_fsdp_with_meta_device=True, but {get_class_name(model)} has no parameter on the meta device; build"
-            ' the model inside `torch.device("meta")` in `configure_model`, or leave the flag out.'
+            ' the model inside `torch.device("meta")` in `configure_model`, or leave out the flag.'
         )
 
 
@@ -214,7 +214,7 @@ def apply_megatron_fsdp(
             )
     axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
     view = get_mesh(device_mesh, axes)
-    # a mesh with the same groups, and an axis name by which megatron-fsdp's tensors are recognised
+    # the same groups, but with a special axis name by which megatron-fsdp's tensors are recognised later
     mesh = DeviceMesh.from_group(
         [view.get_group(axis) for axis in axes],
         view.device_type,
@@ -242,7 +242,7 @@ def apply_megatron_fsdp(
 
 
 def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
-    """Build megatron-fsdp's policy of dtypes, for main weights and for accumulating and reducing gradients."""
+    """Build megatron-fsdp's mixed-precision policy: dtypes of main weights and of gradient sums and reductions."""
     main = torch.float32 if config.preserve_fp32_weights else None
     reduced = torch.float32 if config.grad_reduce_in_fp32 else None
     # bfloat16 weights that the optimizer updates directly need bfloat16 gradients
@@ -267,7 +267,7 @@ def _make_without_memory(like: DTensor, device: torch.device) -> nn.Parameter:
     megatron-fsdp copies it into its buffers and then frees it.
     """
     element = torch.zeros(1, dtype=like.dtype, device=device)
-    # not a view, which megatron-fsdp would not free
+    # megatron-fsdp would not free a view such as `element.expand(...)`
     tensor = torch.empty(0, dtype=like.dtype, device=device)
     return nn.Parameter(tensor.set_(element.untyped_storage(), 0, like.shape, [0] * like.ndim), like.requires_grad)
 

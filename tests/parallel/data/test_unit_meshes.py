@@ -137,7 +137,7 @@ def test_a_packed_weight_is_sharded_along_dim_1_by_the_ranks_of_its_unit() -> No
                 assert model.weight.placements == (Shard(1), StridedShard(0, split_factor=2))
                 continue
             message = (
-                r"shape \(8, 5\) packs several projections.* over the 2 data parallel ranks, which do not divide 5"
+                r"shape \(8, 5\) packs several projections.* Its size 5 is not divisible by the 2 data parallel ranks"
             )
             with pytest.raises(ValueError, match=message):
                 apply_fully_shard(units, model, mp_policy=MixedPrecisionPolicy())
