@@ -44,7 +44,7 @@ class ModelParts:
 
     @cached_property
     def towers(self) -> frozenset[nn.Module]:
-        """Modules of the inner models whose type differs from the model and its text config, such as vision models.
+        """All modules of the towers: inner Hugging Face models, such as vision models, that are not the text model.
 
         Raises:
             ValueError: If the config has several text configs, as transformers' music models have.
@@ -155,7 +155,10 @@ def get_class_name(module: nn.Module) -> str:
 
 
 def get_entrances(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the methods through which a module's own parameters are used: ``forward`` or the steps."""
+    """Return the names of the methods in which a module may use its own parameters.
+
+    For a LightningModule, these are the step methods and ``forward``; for any other module, only ``forward``.
+    """
     if not is_lightning_module(module):
         return ("forward",)
     names = ("training_step", "validation_step", "test_step", "predict_step", "forward")
@@ -165,8 +168,8 @@ def get_entrances(module: nn.Module) -> tuple[str, ...]:
 def get_modules(root: nn.Module) -> list[nn.Module]:
     """Return ``root`` and all modules in it, except metrics and their submodules, in registration order.
 
-    A network inside a metric (FID, BERTScore) is not trained and stays whole on every rank. FSDP2 could not shard it:
-    FSDP2 looks up a module's state by the module's hash, and a metric's hash changes whenever the metric is updated.
+    A network inside a metric (FID, BERTScore) is not trained and stays whole on every rank. FSDP2 could not shard a
+    metric, because it looks up a module's state by the module's hash. A metric's hash changes with each update.
     """
     torchmetrics = sys.modules.get("torchmetrics.metric")
     modules: dict[nn.Module, None] = {}
@@ -224,9 +227,9 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     one class. A list may be at any depth, but not inside a block of another list. MoE experts, for example, belong to
     their block.
 
-    A container inside a container is a separate list. A Hugging Face model inside a ``ModuleList`` is not a block but
-    has its own lists. The same is true of a module without a forward. A block that is registered twice is returned
-    once.
+    A container inside a container is a separate list. A Hugging Face model inside a ``ModuleList`` is not a block, and
+    neither is a module without a forward. Both are searched for lists of their own. A block that is registered twice
+    is returned once.
     """
     with_models = _find_ancestors(root, find_hf_models(root))
     passed = set(get_modules(root))
@@ -242,7 +245,7 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def get_called_children(module: nn.Module) -> list[nn.Module]:
-    """Return the children of ``module``, with the items of a ``ModuleList`` or ``ModuleDict`` instead of itself."""
+    """Return the children of ``module``, with each ``ModuleList`` or ``ModuleDict`` replaced by its items."""
     children: list[nn.Module] = []
     for child in module.children():
         children += get_called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
@@ -252,7 +255,7 @@ def get_called_children(module: nn.Module) -> list[nn.Module]:
 def has_forward(module: nn.Module) -> bool:
     """Return whether ``module`` has a forward, during which its weights can be gathered."""
     if isinstance(module, torch.jit.ScriptModule):
-        return hasattr(module, "forward")  # the forward is in C++; the class has a descriptor that cannot be read
+        return hasattr(module, "forward")  # TorchScript keeps the forward in C++, so it cannot be read from the class
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -275,7 +278,7 @@ def get_optional_head(model: Any) -> nn.Module | None:
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Map every parameter to the modules that hold it directly and its name in each; a tied parameter has several."""
+    """Map every parameter to the modules that hold it, each with its name there; a tied parameter has several."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in get_modules(root):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -360,9 +363,9 @@ def _iterate_container(
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """Return whether ``module`` is one of peft's layers, which replaces an original module and contains it.
+    """Return whether ``module`` is a layer that peft put in place of an original module.
 
-    Such a layer also holds its adapters, in dicts by adapter name.
+    Such a layer contains the original module, and dicts of adapters by name.
     """
     return hasattr(module, "base_layer") or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 

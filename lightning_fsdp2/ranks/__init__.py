@@ -1,1 +1,1 @@
-"""Work that ranks do together: collectives, shared errors, random states, and gathering shards to whole tensors."""
+"""Work that ranks do together: collectives, shared errors, random states, and gathering shards into whole tensors."""

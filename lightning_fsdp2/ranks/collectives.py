@@ -16,9 +16,9 @@ sum_over_ranks       summands -> equal, used differently   all-reduce          a
 
 :data:`KINDS` is the same table for :mod:`~lightning_fsdp2.parallel.tensor.verification`.
 
-"Equal" values are the same on every rank. "Used equally" means that every rank computes the same with them, so that
-every rank has the complete gradient. "Used differently" means that each rank computes another part of the result, so
-that each rank's gradient is only a summand.
+"Equal" values are the same on every rank. "Used equally" means that every rank does the same computation with them, so
+that every rank has the complete gradient. "Used differently" means that each rank computes a different part of the
+result, so that each rank's gradient is only a summand.
 
 The first two functions are *f* and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather_shards`` and
 ``reduce_scatter`` come from Megatron-LM's sequence parallelism (https://arxiv.org/abs/2205.05198). ``torch.compile``
@@ -55,29 +55,29 @@ def copy_together(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tenso
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over the ranks, for the same computation on every rank."""
+    """Return the sum of ``tensor`` over the ranks, to be used in the same computation on every rank."""
     return _Reduce.apply(tensor, group)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over the ranks, for a different computation on each rank."""
+    """Return the sum of ``tensor`` over the ranks, to be used in a different computation on each rank."""
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 
 def gather_shards(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the shards of all ranks along ``dim``, which has ``size`` elements in total."""
+    """Concatenate shards along ``dim`` to ``size`` elements, to be used in the same computation on every rank."""
     return _Gather.apply(tensor, dim % tensor.ndim, size, group)
 
 
 def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate equally sized shards along ``dim``, for a different computation on each rank."""
+    """Concatenate equally sized shards along ``dim``, to be used in a different computation on each rank."""
     return _GatherForRanks.apply(tensor, dim % tensor.ndim, group)
 
 
 def gather_twice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return the results of :func:`gather_shards` and :func:`gather_for_ranks`, with one all-gather for both.
 
-    Both results share their memory.
+    The two results share the same memory.
     """
     size = tensor.size(dim) * group.size()
     complete = gather_shards(tensor, dim, size, group)
@@ -212,7 +212,7 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
     _GatherForRanks: (Kind.OWN, Kind.OWN),
     _Split: (Kind.EQUAL, Kind.OWN),
     _ReduceScatter: (Kind.OWN, Kind.OWN),
-    _Twin: (Kind.EITHER, Kind.OWN),  # its inputs are a shard and the gathered tensor
+    _Twin: (Kind.EITHER, Kind.OWN),  # EITHER, because the inputs are a shard and the gathered tensor
 }
 """Kinds of the input and of the output of each autograd function."""
 
@@ -230,5 +230,5 @@ def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) 
     if missing:
         tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
     gathered = all_gather_tensor(tensor, dim, group)
-    # detached, since FSDP2 warns about modules that return a view; the padding is not needed any more
+    # cuts off the padding, and detaches the result, since FSDP2 warns about modules that return a view
     return gathered.narrow(dim, 0, size).detach() if gathered.size(dim) != size else gathered

@@ -40,8 +40,8 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
     """Wait until every rank has reached the same point of the program, or report the ranks that have not.
 
-    ``monitored_barrier`` is no alternative. It observes its timeout on rank 0 only, and does not notice that ranks have
-    reached different points.
+    torch's ``monitored_barrier`` cannot be used instead. It observes its timeout on rank 0 only, and does not notice
+    that ranks have reached different points.
 
     Args:
         purpose: What this rank is about to do, as in "rank 0 wants to ...".
@@ -49,14 +49,14 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         remedy: Advice for the error message.
 
     Raises:
-        RuntimeError: If a rank is missing when the time is up, or has reached another point.
+        RuntimeError: If a rank is missing when the time is up, or has reached a different point.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
         return
     code = zlib.crc32(purpose.encode())
     codes = torch.tensor([code, -code])
-    # each rank sets a key, because a collective that times out does not tell which ranks are missing
+    # each rank sets a key in the store, because a collective that times out does not say which ranks are missing
     store, keys = cast(Any, dist.group.WORLD).get_group_store(), [f"{purpose} {rank}" for rank in range(ranks)]
     store.set(keys[dist.get_rank()], "")
     try:
@@ -64,11 +64,12 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank did within {timeout}"
+            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank got there within {timeout}"
             f"{_name_missing_ranks(store, keys)}. {remedy}"
         ) from error
     store.delete_key(keys[dist.get_rank()])
-    # this may be the last call of a script, and the store disappears when the process of rank 0 ends
+    # The store disappears when the process of rank 0 ends, and this may be the last call of a script.
+    # Rank 0 therefore waits until the other ranks are done with the store.
     dist.barrier(group)
     if codes.tolist() != [code, -code]:
         raise RuntimeError(
@@ -129,6 +130,6 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
     try:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:  # the rank that holds the store has ended
+    except RuntimeError:  # the process of the rank that holds the store has ended
         return ""
     return f": {'ranks' if len(missing) > 1 else 'rank'} {describe_ranks(missing)} did not" if missing else ""

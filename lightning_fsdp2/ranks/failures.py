@@ -1,4 +1,4 @@
-"""Errors raised on every rank. If only one rank failed, the others would wait for it in a collective."""
+"""Errors of one rank that are raised on every rank, since the other ranks would wait for it in a collective."""
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
 
 
 def list_names(names: Collection[str], most: int = 20) -> str:
-    """Return up to ``most`` names for an error message, sorted and joined by commas; the rest is only counted."""
+    """Return up to ``most`` names for an error message, sorted and joined by commas, and a count of the others."""
     more = len(names) - most
     return ", ".join([*sorted(names)[:most], *([f"{more} more"] if more > 0 else [])])
 
@@ -44,7 +44,7 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
     Args:
         ranks: Ranks in ascending order.
-        hosts: Host of each rank, beginning with rank 0. It may cover only the first ranks; "" is an unknown host.
+        hosts: Host of each rank, beginning with rank 0. The list may end early; "" is an unknown host.
     """
     parts = []
     for host, of_host in groupby(ranks, key=lambda rank: hosts[rank] if rank < len(hosts) else ""):

@@ -1,8 +1,8 @@
-"""Random numbers under tensor parallelism: equal where ranks compute the same, different where they do not.
+"""Random numbers under tensor parallelism: equal for tensors that ranks share, different for all other tensors.
 
-Some tensors, such as a residual, are the same on all ranks. Dropout must drop the same elements of them everywhere.
-Other tensors, such as attention heads or a part of the sequence, differ between ranks. Dropout must use a different
-mask for them on each rank.
+Some tensors, such as a residual, are the same on all ranks, so dropout must drop the same elements on every rank.
+Other tensors, such as attention heads or a part of the sequence, differ between ranks, so dropout must use a different
+mask on each rank.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch
 class LayerRandom:
     """Switch between the random state that is common to all ranks and this rank's own, during a layer's forward.
 
-    A rank's own state begins with a seed that is drawn from the common state. So no state is kept between forwards.
-    Activation checkpointing restores the common state, and thereby gets the same numbers in the recomputation.
+    A rank's own state is seeded from the common state each time, so it need not be kept between forwards. Activation
+    checkpointing restores the common state, so the recomputation draws the same numbers.
     """
 
     def __init__(self, layer: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -28,14 +28,14 @@ class LayerRandom:
         self._common: dict[str, Any] | None = None
 
     def begin_shards(self) -> None:
-        """Let ranks draw different numbers from here on."""
+        """Switch to this rank's own state, so that ranks draw different numbers."""
         if self.layer.training and self._common is None:
             seed = int(torch.randint(2**48, ()))
             self._common = get_torch_random_state(self.device)
             torch.manual_seed(seed * self.group.size() + self.group.rank())
 
     def end_shards(self) -> None:
-        """Let ranks draw the same numbers again from here on."""
+        """Switch back to the common state, so that ranks draw the same numbers."""
         if self._common is not None:
             set_torch_random_state(self._common, self.device)
             self._common = None

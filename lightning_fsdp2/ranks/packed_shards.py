@@ -1,9 +1,13 @@
-"""DTensors with several pieces on each rank: a shard of each projection that a weight packs.
+"""DTensors of weights that pack several projections. Each rank holds a piece of every projection.
 
-DTensor has one placement for two cases, ``_StridedShard``. FSDP2 uses it to cut a shard once more, which leaves one
-piece. Its ``split_factor`` is then the number of shards that the axes further inside make of the same dim. Tensor
-parallelism uses it to cut each of ``split_factor`` projections, which leaves a piece of each. On a user's own mesh the
-two cases look alike if an axis inside the tensor parallel one shards the same dim over ``split_factor`` ranks.
+DTensor describes two cases by the same placement, ``_StridedShard``:
+
+* FSDP2 uses it if later mesh axes shard the same dim too. Each rank holds one piece, and ``split_factor`` is the number
+  of shards that the later axes make.
+* Tensor parallelism uses it if a dim packs ``split_factor`` projections. Each rank holds a piece of every projection.
+
+Comparing ``split_factor`` with the number of shards of the later axes tells the cases apart. It fails only on a user's
+own mesh, if axes after the tensor parallel axis shard the same dim over exactly ``split_factor`` ranks.
 """
 
 import math
@@ -15,7 +19,7 @@ from lightning_fsdp2.compat.torch import StridedShard
 
 
 def get_packed_placements(tensor: DTensor) -> dict[int, Any]:
-    """Return the placements that leave each rank with several pieces of ``tensor``, by the axis of its mesh."""
+    """Return the placements that leave each rank with several pieces of ``tensor``, as a dict by mesh axis."""
     return {
         axis: placement
         for axis, placement in enumerate(tensor.placements)
@@ -24,7 +28,7 @@ def get_packed_placements(tensor: DTensor) -> dict[int, Any]:
 
 
 def _count_inner_shards(tensor: DTensor, axis: int) -> int:
-    """Return how many shards the axes inside ``axis`` make of the dim that ``axis`` shards."""
+    """Return the number of shards into which the mesh axes after ``axis`` cut the dim that ``axis`` shards."""
     dims = [getattr(placement, "dim", None) for placement in tensor.placements]
     inner = range(axis + 1, len(dims))
     return math.prod(tensor.device_mesh.size(other) for other in inner if dims[other] == dims[axis])

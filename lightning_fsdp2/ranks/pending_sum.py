@@ -20,7 +20,7 @@ _FREE = {
     *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
-    Tensor.register_hook,  # FSDP2 registers a backward hook, and reads `_base` before that
+    Tensor.register_hook,  # FSDP2 reads `_base` and then registers a backward hook
     torch.is_floating_point,
 }
 """Functions of a tensor that do not read its values."""
@@ -44,33 +44,33 @@ class Summands:
 
     @property
     def is_added(self) -> bool:
-        """Whether the whole sum was computed. Its reader may have changed it in place."""
+        """Whether the whole sum was computed. The code that read the sum may have changed it in place."""
         return self._sum is not None
 
     def add(self) -> Tensor:
-        """Return the whole sum, without gradients. It is computed once, so in-place changes to it persist."""
+        """Return the whole sum, without gradients. The sum is computed only once, so in-place changes to it persist."""
         if self._sum is None:
             if self.is_watched:
                 raise RuntimeError(
-                    "sequence_parallel=True: the output of the input embedding was read, and the embedding has a"
-                    " forward hook that was registered after the first forward. Register the hook before the first"
-                    " forward, or use sequence_parallel=False."
+                    "sequence_parallel=True: the output of the input embedding cannot be read, because a forward hook"
+                    " was registered on the embedding after the first forward, perhaps not on all ranks. Register the"
+                    " hook before the first forward, or use sequence_parallel=False."
                 )
             self._sum = all_reduce_tensor(self._get_tensor(), self.group)
             self._tensor = None
         return self._sum
 
     def scatter(self, dim: int) -> Tensor:
-        """Return this rank's part of the sum along ``dim``, without gradients. It is computed once.
+        """Return this rank's part of the sum along ``dim``, without gradients.
 
-        With activation checkpointing, the first layer needs this part again in backward.
+        The part is computed only once and kept, because activation checkpointing reads it again in backward.
         """
         if dim not in self._parts:
             self._parts[dim] = reduce_scatter_tensor(self._get_tensor(), dim, self.group)
         return self._parts[dim].detach()
 
     def end(self) -> None:
-        """Drop the summands at the end of the forward, because a collective might hang if it ran later."""
+        """Drop the summands at the end of the forward, because a later collective to add them up might hang."""
         self._tensor = None
 
     def _get_tensor(self) -> Tensor:
@@ -88,8 +88,8 @@ class PendingSum(Tensor):
 
     Between the embedding and the first layer, most models read only the shape, dtype and device of this tensor. The
     first layer then takes this rank's part of the sequence with :meth:`get_part`, which needs one reduce-scatter. Some
-    models read the values before that, for example to add learned positions, to scale them, or to insert the
-    embeddings of an image. They get the whole sum, which needs one all-reduce.
+    models read the values before the first layer, for example to add learned positions, to scale the embeddings, or to
+    insert the embeddings of an image. Such a read computes the whole sum, which needs one all-reduce.
 
     For autograd, this is a tensor of the whole shape, and its gradient is equal on all ranks.
     """
@@ -102,7 +102,7 @@ class PendingSum(Tensor):
         """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
-    # `like` is a Tensor; with this annotation, jsonargparse would list all tensor classes under each tensor class
+    # `like` is a Tensor. With that annotation, jsonargparse would list all tensor classes under each tensor class.
     @staticmethod
     def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
         pending = make_wrapper_subclass(cls, like)
@@ -111,9 +111,9 @@ class PendingSum(Tensor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_whole(self) -> Tensor:
-        """Return the sum as a plain tensor. It is computed once."""
+        """Return the sum as a plain tensor. The sum is computed only once."""
         if self._whole is None:
-            # with gradients even if the first reader needs none, because a later reader may need them
+            # autograd records the sum even if the first reader needs no gradients, because a later reader may
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Whole.apply(self)
         return self._whole
@@ -133,9 +133,9 @@ class PendingSum(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # autograd detaches the input of a checkpoint to save it
+        if func is torch.ops.aten.detach.default:  # activation checkpointing detaches its input to save it
             return PendingSum(args[0].summands, args[0])
-        # calls that bypass __torch_function__ end up here, after autograd has recorded them
+        # calls that bypass __torch_function__ get here after autograd has recorded them, so the sum needs no gradients
         args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

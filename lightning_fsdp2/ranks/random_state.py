@@ -29,7 +29,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def get_torch_random_state(device: torch.device) -> dict[str, Any]:
-    """Return only torch's random states, for the CPU and ``device``."""
+    """Return the random states of torch alone, for the CPU and ``device``."""
     state = {"torch": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -37,7 +37,7 @@ def get_torch_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_torch_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore only torch's random states. States of other device types are ignored."""
+    """Restore the random states of torch alone. States of other device types are ignored."""
     torch.set_rng_state(state["torch"])
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
@@ -52,7 +52,8 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _pack(words: Any) -> torch.Tensor:
-    # a single tensor keeps checkpoints of many ranks small; int32, because torch cannot pickle uint32
+    # A single tensor takes less space than a tuple in checkpoints, which hold the states of all ranks.
+    # The dtype is int32, because torch cannot pickle uint32.
     return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
 
 

@@ -1,11 +1,11 @@
-"""DTensors of Megatron-FSDP, whose shards have other numbers of rows than torch expects.
+"""DTensors of Megatron-FSDP, whose shards do not have the numbers of rows that torch expects.
 
 Megatron-FSDP puts many parameters into one buffer and cuts the buffer into equal parts. A small parameter may be whole
-on one rank, and a larger one is cut at an arbitrary row. Yet their DTensors have the placement ``Shard(0)``, so
+on one rank, and a larger one is cut at an arbitrary row. The DTensors nevertheless have the placement ``Shard(0)``, so
 ``full_tensor``, ``redistribute`` and checkpoints would mix up rows.
 
-The mesh axis of these DTensors has a special name, by which they are recognised. All ranks therefore agree, and
-optimizer states and gradients made from such a parameter are recognised too.
+Such a DTensor is recognised by the special name of its mesh axis. The name is the same on all ranks, and optimizer
+states and gradients made from a parameter have it too.
 """
 
 from typing import Any, TypeGuard
@@ -30,7 +30,7 @@ def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, whether its shards are even or not; return a plain tensor as it is.
+    """Return a DTensor as a whole tensor, whether its shards are even or not; return a plain tensor as it is.
 
     Every rank of the mesh must call this function.
     """
@@ -40,11 +40,11 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def to_even(tensor: DTensor) -> DTensor:
-    """Return the same tensor with shards as torch cuts them. Every rank must call this function."""
+    """Return ``tensor`` with the even shards that torch expects. Every rank must call this function."""
     mesh = get_even_mesh(tensor)
     shards = split_evenly(_gather(tensor), mesh.size())
     return DTensor.from_local(
-        shards[mesh.get_local_rank()].clone(),  # memory of its own, which torch can copy in the background
+        shards[mesh.get_local_rank()].clone(),  # a copy with its own memory, which torch can save in the background
         mesh,
         [Shard(0)],
         run_check=False,
@@ -100,7 +100,7 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def _get_counts(tensor: DTensor) -> list[int]:
-    """Return the number of rows that each rank holds."""
+    """Return the number of rows on each rank, in rank order."""
     group = _get_group(tensor)
     own = torch.tensor([tensor.to_local().size(0)], device=tensor.device)
     counts = own.new_empty(group.size())
