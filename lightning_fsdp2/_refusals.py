@@ -1,4 +1,4 @@
-"""Distinction between refusals, which are errors that the user can fix, and bugs."""
+"""Functions that tell apart refusals, which are errors that the user can fix, and bugs."""
 
 import dis
 import re
@@ -11,7 +11,7 @@ REFUSALS = (*USER_ERRORS, TypeError, ImportError, OSError)
 
 _REFUSERS = ("lightning_fsdp2.", "lightning.fabric.plugins.environments.")
 
-# message with which torch re-raises an error from a DataLoader worker, if this package raised the error
+# the message in which torch wraps an error from a DataLoader worker, if this package raised the error
 _WORKERS_REFUSAL = re.compile(
     r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback .*"
     r'File "[^"\n]*[/\\]lightning_fsdp2[/\\][^"\n]*", line \d+, in \S+\n    raise [^\n]*\n(?:  [^\n]*\n)*\w+: (.*)',

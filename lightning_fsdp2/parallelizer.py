@@ -132,7 +132,8 @@ def fsdp2_strategy_parallelize(
 def _choose_offload_policy(policy: OffloadPolicy | None, cpu_offload: bool) -> CPUOffloadPolicy | None:
     if policy is None:
         return CPUOffloadPolicy(pin_memory=False) if cpu_offload else None
-    # torch's base class stands for no offloading; anything else that is no policy for the CPU is refused by the config
+    # An instance of torch's base class means no offloading.
+    # The config refuses any other object that is not a CPUOffloadPolicy.
     return None if type(policy) is OffloadPolicy else cast(CPUOffloadPolicy, policy)
 
 
@@ -265,9 +266,9 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Return the tensor parallel plan that transformers has for ``model``: patterns of module names and their styles.
 
     The plan merges the entries of the model's class, its config and its inner models. If no entry shards the input
-    embedding or the head, the plan shards it over the vocabulary. Styles are instances of torch's classes where torch
-    has such a class. The plan can be passed to ``torch.distributed.tensor.parallel.parallelize_module`` or to
-    :func:`fsdp2_strategy_parallelize`.
+    embedding, the plan shards the embedding over the vocabulary; likewise for the head. Styles are instances of torch's
+    classes where torch has the style. The plan can be passed to
+    ``torch.distributed.tensor.parallel.parallelize_module`` or to :func:`fsdp2_strategy_parallelize`.
 
     Raises:
         ValueError: When the model has no plan, or when the plan names a style that is unknown or refused. The error for
@@ -275,14 +276,14 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """
     parts = find_parts(model)
     plan = get_plan(parts, "hf")
-    unmatched = match_plan(parts, plan).unmatched  # unmatched entries are for other models of the family
+    unmatched = match_plan(parts, plan).unmatched  # unmatched entries are for other models of the same family
     return {name: to_torch_style(style) for name, style in plan.items() if name not in unmatched}
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in transformers' plans.
 
-    Styles that torch lacks come from :mod:`lightning_fsdp2.parallel.tensor.styles`.
+    If torch has no such style, its class comes from :mod:`lightning_fsdp2.parallel.tensor.styles`.
 
     Raises:
         ValueError: When the style is unknown or refused.

@@ -18,21 +18,21 @@ class WarmupCosine(LambdaLR):
     """Learning rate schedule with a linear warm-up, followed by a cosine decay to ``min_ratio`` of the full rate.
 
     The full rate is the optimizer's learning rate. The first step already has a rate above 0. After ``total_steps`` the
-    rate stays at its minimum. A resumed run continues at its current step, on the curve that its current arguments
-    describe, so ``total_steps`` may change between runs. The cosine decay is that of
+    rate stays at its minimum. A resumed run continues at the step that it had reached, but on the curve of its new
+    arguments, so ``total_steps`` may change between runs. The cosine decay is that of
     `SGDR <https://arxiv.org/abs/1608.03983>`_.
 
     Args:
         optimizer: Optimizer to schedule. Each of its parameter groups warms up to its own learning rate.
         warmup_steps: Number of optimizer steps until the full learning rate. With 0, the first step has the full rate.
-        total_steps: Number of optimizer steps until the lowest learning rate, including the warm-up. None for the
-            number of steps of the run. :class:`~lightning_fsdp2.CausalLM` gets that number from the Trainer; with any
-            other module, call :meth:`fit_to_run`.
+        total_steps: Number of optimizer steps until the lowest learning rate, including the warm-up. None means all
+            steps of the run. :class:`~lightning_fsdp2.CausalLM` gets their number from the Trainer; with any other
+            module, call :meth:`fit_to_run`.
         min_ratio: Lowest learning rate, as a fraction of the full rate.
 
     Raises:
-        ValueError: When the numbers of steps or the ratio are out of range. After the warm-up, when the number of steps
-            of the run was never given.
+        ValueError: When the numbers of steps or the ratio are out of range. Also in the first step after the warm-up,
+            when neither ``total_steps`` nor :meth:`fit_to_run` has set the number of steps.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class WarmupCosine(LambdaLR):
             raise ValueError(
                 f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; 0.1 ends at a tenth of the rate."
             )
-        # `state_dict` leaves out the arguments of a partial, so a resumed run uses its own arguments
+        # `state_dict` does not save the arguments of a partial, so a resumed run uses its own arguments
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
 
     def fit_to_run(self, steps: int | float) -> None:
-        """Let the schedule end with a run of ``steps`` optimizer steps, or warn if ``total_steps`` is another number.
+        """Let the schedule end with a run of ``steps`` optimizer steps, or warn if ``total_steps`` differs from it.
 
         Args:
             steps: ``trainer.estimated_stepping_batches``, which is infinite or below 0 if unknown.
@@ -73,7 +73,7 @@ class WarmupCosine(LambdaLR):
         if not is_known:
             raise ValueError(
                 "WarmupCosine(total_steps=None) ends with the run, but the number of steps of this run is not known:"
-                " its data is a stream, or a time limit ends it. Set the Trainer's max_steps, or total_steps."
+                " its data is a stream, or a time limit ends the run. Set the Trainer's max_steps, or total_steps."
             )
         if steps <= warmup_steps:
             rank_zero_info(

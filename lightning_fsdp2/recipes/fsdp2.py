@@ -143,12 +143,12 @@ def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, c
 def resolve_mp_policy(
     mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
 ) -> MixedPrecisionPolicy:
-    """Return ``mp_policy`` with missing dtypes filled in: gradients are reduced in float32 unless it sets a dtype.
+    """Return ``mp_policy``, or a policy for ``param_dtype``, with float32 as ``reduce_dtype`` if it sets none.
 
     In torch, ``reduce_dtype=None`` means ``param_dtype`` up to 2.14, and the gradient's dtype from 2.15 on.
 
     Raises:
-        ValueError: For compute in float16 or float64.
+        ValueError: When the compute dtype is float16 or float64.
     """
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
     if policy.param_dtype in (torch.float16, torch.float64):
@@ -163,14 +163,14 @@ def resolve_mp_policy(
 def get_optional_offload_policy(config: FSDP2Config, device: torch.device) -> CPUOffloadPolicy | None:
     """Return the policy that says where shards are stored between uses.
 
-    The result is None on a CPU, where shards are in host memory anyway and this memory cannot be pinned.
+    The result is None if ``device`` is a CPU: shards are in host memory anyway, and cannot be pinned.
     """
-    # the config has already turned a bool into a policy
+    # the cast is safe, because the config has already replaced a bool by a policy
     return None if device.type == "cpu" else cast(CPUOffloadPolicy | None, config.offload_policy)
 
 
 def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> CollectiveFusion | None:
-    """Return the fusion that overlaps collectives of compiled layers with matrix products, if the config asks for it.
+    """Return the fusion that overlaps collectives of compiled layers with matrix products; None if it is disabled.
 
     Raises:
         ValueError: When there are no collectives to overlap, or the devices cannot overlap them.

@@ -38,11 +38,11 @@ def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
 
 
 def import_plan(plan: PlanOption) -> PlanOption:
-    """Replace an import path with the plan that it names.
+    """Return ``plan``, or the object at its path if it is an import path.
 
     Raises:
-        TypeError: When the path names neither a mapping nor a function.
-        ValueError: When there is no such object.
+        TypeError: When the object at the path is neither a mapping nor a function.
+        ValueError: When there is no object at the path.
     """
     if not isinstance(plan, str) or plan == "hf":
         return plan
@@ -54,16 +54,19 @@ def import_plan(plan: PlanOption) -> PlanOption:
             " 'my_package.plans.my_plan'."
         ) from error
     if isinstance(found, type) or not (isinstance(found, Mapping) or callable(found)):
-        raise TypeError(f"tp_plan={plan!r} is a {type(found).__name__}; name a dict or a function that returns one.")
+        raise TypeError(
+            f"tp_plan={plan!r} is of type {type(found).__name__}; give the path of a dict, or of a function that"
+            " returns a dict."
+        )
     return found
 
 
 def import_unit_classes(paths: Sequence[str]) -> list[type[nn.Module]]:
-    """Import the classes of modules that Megatron-FSDP gathers as one unit.
+    """Import the classes of modules that become units of Megatron-FSDP.
 
     Raises:
-        TypeError: When a path names something other than a module class.
-        ValueError: When there is no such object.
+        TypeError: When the object at a path is not a module class.
+        ValueError: When there is no object at a path.
     """
     return [_import_unit_class(path) for path in paths]
 
@@ -77,5 +80,5 @@ def _import_unit_class(path: str) -> type[nn.Module]:
             " such as 'transformers.models.llama.modeling_llama.LlamaDecoderLayer'."
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise TypeError(f"megatron_fsdp_unit_modules: {path!r} is {found!r}; name a subclass of nn.Module.")
+        raise TypeError(f"megatron_fsdp_unit_modules: {path!r} is {found!r}; give the path of a subclass of nn.Module.")
     return found

@@ -1,7 +1,7 @@
 """Work with the adapters that peft adds to a model: remove them for a while, find their names, and initialise them.
 
-Each layer of peft replaces a module of the model, and keeps this module as ``base_layer`` or ``original_module``. peft
-is imported only when a model has adapters.
+Each layer of peft replaces a module of the model, and keeps the replaced module as ``base_layer`` or
+``original_module``. peft is imported only if a model has adapters.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ INSTALL = "install it with pip install 'lightning-fsdp2[lora]'"
 def check_peft(root: nn.Module) -> None:
     """Refuse a version of peft that calls the inner model's ``forward`` directly, which skips the model's hooks.
 
-    These hooks gather the weights and split the inputs. Without them, the results would be wrong.
+    The hooks gather the weights and split the inputs. Without the hooks, the results would be wrong.
 
     Raises:
         ImportError: If ``root`` contains a ``PeftModel`` and peft is older than 0.21.
@@ -63,7 +63,7 @@ def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
     """Map the names of an adapter's tensors in a ``PeftModel`` to their names in the files that peft saves."""
     from peft import get_peft_model_state_dict
 
-    # a separate tensor for every name, although some weights may be tied
+    # every name gets a tensor of its own, even if weights are tied, so that a tensor identifies its name
     tensors = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
@@ -73,7 +73,8 @@ def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
 def check_can_initialize(root: nn.Module) -> None:
     """Refuse adapters on the meta device that :func:`initialize_adapters` cannot initialise.
 
-    Some kinds of adapters get initial values that depend on the base weights; others are unknown here.
+    The initial values of some kinds of adapters depend on the base weights. For other kinds, this package does not
+    know how to compute them.
 
     Raises:
         ValueError: If an adapter cannot be initialised.
@@ -113,7 +114,7 @@ def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
     if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
-    # the constructors of the layers do the same; with `init_lora_weights=False`, these values stay
+    # peft's layers do the same in their constructors; with `init_lora_weights=False`, nothing changes these values
     for part in pair:
         part.reset_parameters()
     for parameter in embeddings:
@@ -129,7 +130,7 @@ def _copy_new(copy: nn.Module, original: nn.Module, is_new: Callable[[Tensor], b
 
 
 def _get_slots(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
-    """Map the module and key of every parameter and buffer to its full name; a tied tensor has several names."""
+    """Map the (module, key) of every parameter and buffer to its full name; a tied tensor has several entries."""
     return {
         (module, name): f"{path}.{name}" if path else name
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Descriptions of the Hugging Face models in a checkpoint. Models can be exported from them without the user's code.
+"""Descriptions of the Hugging Face models in a checkpoint, so that they can be exported without the user's code.
 
 A description consists of plain JSON types::
 
@@ -39,15 +39,15 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
 
     Args:
         module: Module, sharded or not.
-        tokenizer: Tokenizer of the training data. Its ``name_or_path`` goes into the descriptions; None stands for the
-            name of the model.
+        tokenizer: Tokenizer of the training data. Its ``name_or_path`` goes into the descriptions. If it is None, the
+            name of the model is used.
 
     Returns:
         One description per model, in registration order.
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    # with prompt or prefix tuning, the model itself has no layers of peft, so its wrapper is looked up
+    # looks for the wrapper of each model, because with prompt or prefix tuning the model itself has no peft layers
     adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
@@ -87,7 +87,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, build_config())
-    skeleton.config = build_config()  # a new one, because building the model adds fields to its config
+    skeleton.config = build_config()  # a new config, because building the model added fields to the first
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:
@@ -157,7 +157,7 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
 
 
 def _describe_adapters(wrapper: Any) -> Description:
-    """Describe the adapters: the whole configs for LoRA, and only ``has_adapters`` for other kinds."""
+    """Describe the adapters: with their whole configs for LoRA, and only by ``has_adapters`` for other kinds."""
     configs: dict[str, Any] = {} if wrapper is None else wrapper.peft_config
     has_lora = all(config.peft_type == "LORA" for config in configs.values())
     described = {name: _to_json(config, default=_to_plain) for name, config in configs.items()} if has_lora else {}
@@ -171,7 +171,7 @@ def _to_plain(value: Any) -> Any:
 def _list_tied(model: Any) -> list[str]:
     """Return the names of tied tensors that checkpoints store under another name.
 
-    A weight that the config ties may have been untied since; its name is not returned.
+    If the config ties a weight but the model has untied it since, its name is not returned.
     """
     with without_adapters(model):
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -181,10 +181,10 @@ def _list_tied(model: Any) -> list[str]:
 
 
 def _to_json(config: Any, default: Any = str) -> dict[str, Any]:
-    # values that JSON does not know become text, because they must not prevent the saving of a checkpoint
+    # values without a JSON type become text, so that they cannot make the saving of a checkpoint fail
     return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=default)))
 
 
 def _identify(transform: Any) -> list[str]:
-    """Return two values that identify a ``WeightTransform`` of a model and, unlike its lists, survive saving."""
+    """Return a prefix and a pattern that identify a ``WeightTransform`` of a model, as JSON types."""
     return [transform.scope_prefix or "", transform.compiled_sources.pattern]

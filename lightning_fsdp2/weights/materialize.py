@@ -174,7 +174,7 @@ def _initialize(
 def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
     """Run the block with whole parameters instead of the module's own DTensors, and copy their shards at the end.
 
-    A parameter that already has its values keeps them, also if it got them through a module with which it is tied.
+    A parameter that already has its values keeps them, for example if a module that shares it was initialised before.
     """
     sharded: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     whole = {name: nn.Parameter(_empty_whole(p), p.requires_grad) for name, p in sharded.items()}
@@ -230,7 +230,7 @@ def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | 
 
 
 def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return one group for each mesh axis. Broadcasts over all of them, in order, reach every rank of the mesh."""
+    """Return one process group per mesh axis. Broadcasts over these groups, in order, reach every rank of the mesh."""
     if device_mesh is None:
         return []
     return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
@@ -251,9 +251,10 @@ def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> No
     pairs = zip_longest(first, known[others[0]], fillvalue="nothing")
     here, there = next((here, there) for here, there in pairs if here != there)
     raise ValueError(
-        "The module is not the same on all ranks: its parameters and buffers on the ranks"
-        f" {describe_ranks(others)} differ from rank {min(known)}. The first difference is {there} instead of {here}"
-        " (name, shape, dtype, requires_grad). Build the same module on every rank, whatever data and files it has."
+        "The module is not the same on all ranks: its parameters and buffers on ranks"
+        f" {describe_ranks(others)} differ from those on rank {min(known)}. The first difference is {there} instead of"
+        f" {here} (name, shape, dtype, requires_grad). Build the same module on every rank, even if the ranks have"
+        " different data and files."
     )
 
 

@@ -83,7 +83,7 @@ class Frozen:
 
 
 def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str | Sequence[str] = ()) -> None:
-    """Tell ``model``, which is on the meta device, to load its weights from ``folder`` after sharding.
+    """Choose ``folder`` as the directory from which ``model``, on the meta device, loads its weights after sharding.
 
     Args:
         model: A Hugging Face model, not sharded yet.
@@ -123,16 +123,16 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If a file is damaged or does not fit the model. Tensors may be missing or of another shape. They may
-            be left over although the model has their module, or differ although they are tied. The error is raised on
-            every rank of the mesh.
+        ValueError: On every rank of the mesh, if a file is damaged or does not fit the model. Files do not fit if they
+            lack a tensor or hold one with a different shape, if they hold a tensor that a module of the model has no
+            place for, or if they hold different values for tied weights.
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue
         with without_adapters(module):
-            # a model that already has its weights got them from elsewhere, such as a checkpoint
+            # a model that is not on the meta device has its weights from elsewhere, for example from a checkpoint
             if any(parameter.is_meta for parameter in module.parameters()):
                 _load(module, source, device, device_mesh)
     if find_peft_models(model):
@@ -260,8 +260,8 @@ def _check_model_folder(folder: Path) -> None:
 
 
 def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
-    # transformers' own loader, which reads shards, is private but the same from 5.17 to 5.23
-    # transformers' public functions either read the whole model on one rank or get packed experts wrong
+    # This is transformers' own loader, which reads shards. It is private, but the same from 5.17 to 5.23.
+    # The public functions of transformers either read the whole model on one rank or get packed experts wrong.
     from transformers.modeling_utils import LoadStateDictConfig
 
     config = LoadStateDictConfig(
@@ -284,7 +284,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
 
 
 class _StoredTensor:
-    """Tensor in a file. Like a slice of safetensors, it reads only the part that is selected by indexing."""
+    """Tensor in a file. Like a slice of safetensors, it reads only the part that an index selects."""
 
     def __init__(self, reader: "_Reader", file: str, name: str, shape: list[int]) -> None:
         self._reader, self._file, self._name, self._shape = reader, file, name, shape
@@ -297,11 +297,11 @@ class _StoredTensor:
 
 
 class _Reader:
-    """Reader of safetensors files that memory-maps one file at a time, and maps it again after ``_MOST_BYTES``.
+    """Reader of safetensors files that memory-maps one file at a time, and maps it again every ``_MOST_BYTES`` bytes.
 
-    Without the second mapping, the pages of a whole model would stay in memory. Mapping a file for every tensor would
-    be slow: for an MoE expert, this can take a hundred times longer than reading the expert. Several threads may read
-    at once. If one thread replaces the file of another, that file is simply mapped again.
+    If files stayed mapped, the pages of a whole model would stay in memory. Mapping a file for every tensor would be
+    slow: for an MoE expert, the mapping can take a hundred times longer than reading the expert. Several threads may
+    read at once. If a thread finds that another thread has mapped a different file, it maps its own file again.
     """
 
     _MOST_BYTES = 64 * 1024**2
@@ -314,7 +314,7 @@ class _Reader:
         if mapped != file:
             handle, count = safe_open(file, framework="pt", device="cpu"), 0
         stored = handle.get_slice(name)
-        # a copy, because a memory-mapped weight would change with the file
+        # a copy, because a memory-mapped weight would change whenever the file changes
         part: Tensor = stored[index].clone()
         count += math.prod(stored.get_shape()) * part.element_size()
         self._mapped = (file, handle, count) if count < self._MOST_BYTES else ("", None, 0)
@@ -343,7 +343,7 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
 
 
 def _check_loaded(model: Any, info: Any, source: _Source) -> None:
-    """Refuse files that do not fit the model. transformers only warns, and other weights would be trained."""
+    """Refuse files that do not fit the model. transformers would only warn, and train the wrong weights."""
     info = copy.copy(info)
     drop_harmless_keys(model, info)
     missing = {
@@ -370,7 +370,7 @@ def _check_loaded(model: Any, info: Any, source: _Source) -> None:
 
 
 def _check_ties(model: Any, info: Any, source: _Source) -> None:
-    """Refuse files with different values for two weights that the config ties: they are sharded as one parameter."""
+    """Refuse different values for weights that the config ties, because they are sharded as one parameter."""
     for name, other in model.all_tied_weights_keys.items():
         if {name, other} & info.missing_keys:
             continue
@@ -379,7 +379,8 @@ def _check_ties(model: Any, info: Any, source: _Source) -> None:
             raise ValueError(
                 f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both with"
                 ' different values. To train both, set `"tie_word_embeddings": false` in its config.json, or pass'
-                ' `from_pretrained(..., config={"tie_word_embeddings": False})`; otherwise remove one from the files.'
+                ' `from_pretrained(..., config={"tie_word_embeddings": False})`. Otherwise remove one of the two from'
+                " the files."
             )
 
 
@@ -398,9 +399,9 @@ def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
 
 
 def _forget(root: nn.Module, slots: set[Slot]) -> None:
-    """Remove weights from the record of weights that the pretrained files can restore.
+    """Remove ``slots`` from the record of the weights that the pretrained files can restore.
 
-    The file of an adapter has replaced them.
+    The weights in these slots were replaced by those in the file of an adapter.
     """
     for module in root.modules():
         if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:
@@ -417,17 +418,17 @@ def _get_local(tensor: Any) -> Tensor:
 
 
 def _get_tied_names(model: Any, name: str) -> set[str]:
-    """Return ``name`` and all names of weights that are tied to it. The files need to hold only one of them."""
+    """Return ``name`` and the names of all weights tied to it. The files need to hold only one of these weights."""
     ties: dict[str, str] = model.all_tied_weights_keys
     source = ties.get(name, name)
     return {name, source, *(target for target, other in ties.items() if other == source)}
 
 
 def _has_module_of(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor in the files belongs to a module that the model has, although it lacks this tensor.
+    """Return whether a tensor in the files belongs to a module of the model that has no place for the tensor.
 
-    If such a tensor is ignored, for example a bias or the scales of a quantised weight, the results change. A layer or
-    head that the model does not have can be ignored.
+    Such a tensor, for example a bias or the scales of a quantised weight, must not be ignored, because the results
+    would change. The tensors of a layer or head that the model does not have can be ignored.
     """
     try:
         module = model.get_submodule(name.rpartition(".")[0])
@@ -445,7 +446,7 @@ def _describe(problem: str, names: Collection[str], model: nn.Module | None = No
 
 
 def _shorten(error: str) -> str:
-    """Return the end of transformers' text about a failed conversion: the message and the failed operation."""
+    """Return the last two lines of transformers' text about a failed conversion: message and failed operation."""
     return " ".join(error.strip().splitlines()[-2:])
 
 

@@ -32,15 +32,15 @@ class _Source:
 
 
 def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> None:
-    """Tell a ``PeftModel`` to load the weights of ``adapter`` from peft's file in ``folder`` after sharding.
+    """Choose peft's file in ``folder`` as the file from which a ``PeftModel`` loads ``adapter`` after sharding.
 
     Raises:
-        ValueError: If the file holds other tensors than the adapter.
+        ValueError: If the names or shapes of the tensors in the file differ from those of the adapter.
     """
     file, keys = folder / WEIGHTS_FILE, get_adapter_names(model, adapter)
     with safe_open(file, framework="pt") as opened:
         stored = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118 - not a dict
-    # if an embedding or head has an adapter, peft saves its base weights too
+    # if an embedding or head has an adapter, peft also saves the base weights of that embedding or head
     keys |= {name: name for name in stored.keys() & model.state_dict().keys()}
     own = {key: list(model.get_parameter(name).shape) for name, key in keys.items()}
     _check_same_tensors(file, stored, own, model.peft_config[adapter].base_model_name_or_path)
@@ -49,7 +49,7 @@ def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> N
 
 @torch.no_grad()
 def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
-    """Load the adapters that :func:`set_adapter_weights` chose into their shards.
+    """Load the adapter files that :func:`set_adapter_weights` chose into the shards of the adapters.
 
     Each rank reads one tensor at a time and keeps its part.
 

@@ -1,11 +1,11 @@
 """Load shards of weights that must be converted before they are sharded.
 
-transformers' loader does it the other way round. It reads this rank's part of every stored tensor, and then converts
-that part. This is correct for experts that are stacked. It is wrong for tensors that are split, interleaved or
-concatenated along a sharded dim: the rank gets a part of each piece instead of a part of the whole. The shape is right,
-so there is no error.
+transformers' loader works in the opposite order: it reads this rank's part of every stored tensor, and then converts
+the part. The result is correct for experts that are stacked. It is wrong for tensors that are split, interleaved or
+concatenated along a sharded dim: the rank gets a part of each piece instead of a part of the whole. No error is raised,
+because the shape is right.
 
-This is true for transformers 5.17 to 5.23, where ``core_model_loading.Split`` calls itself "not TP-safe".
+The loader works like this in transformers 5.17 to 5.23, where ``core_model_loading.Split`` calls itself "not TP-safe".
 """
 
 import os
@@ -29,9 +29,9 @@ Slot = tuple[nn.Module, str]
 def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
     """Load weights into ``model`` with transformers' loader; shard some of them only after their conversion.
 
-    Each rank keeps only its shards. Weights whose shards cannot be converted correctly are read one after the other on
-    every rank. They are whole along the dims that the conversion mixes. A rank does not read a parameter if its shard
-    is empty, because the loader cannot stack or concatenate zero tensors.
+    Each rank keeps only its shards. If the shards of a weight cannot be converted correctly, every rank reads the
+    weight whole along the dims that the conversion mixes, one such weight at a time. A rank does not read a parameter
+    if its shard is empty, because the loader cannot stack or concatenate zero tensors.
 
     Args:
         model: Model of transformers on the meta device. Its DTensors have their final placements.
@@ -50,7 +50,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         module, key = _get_slot(model, name)
         module._parameters[key] = _make_empty(module._parameters[key], device)
     config = replace(config, device_map={"": device, **dict.fromkeys(keeper.on_host, "cpu")})
-    # torch lets the hook return a parameter, but annotates it differently
+    # the cast is needed because torch accepts a hook that returns a parameter, but annotates the hook differently
     hook = register_module_parameter_registration_hook(cast(Any, keeper))
     try:
         with _reading_one_after_the_other() if keeper.originals else nullcontext():
@@ -65,7 +65,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 def _sort(
     model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """Return the stored tensors to read, the parameters whose shard is empty here, and the conversions by parameter."""
+    """Return the stored tensors to read, the parameters with an empty shard here, and conversions by parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
@@ -81,7 +81,7 @@ def _sort(
 
 @contextmanager
 def _reading_one_after_the_other() -> Iterator[None]:
-    """Make transformers read one tensor at a time inside the block: its threads would hold many whole tensors."""
+    """Make transformers read one tensor at a time inside the block, as its threads would hold many whole tensors."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -95,7 +95,7 @@ def _reading_one_after_the_other() -> Iterator[None]:
 
 
 class _ShardKeeper:
-    """Hook that ``nn.Module`` calls with every loaded parameter, and that keeps only this rank's shard."""
+    """Hook that keeps only this rank's shard of each loaded parameter. ``nn.Module`` calls it on registration."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -105,7 +105,7 @@ class _ShardKeeper:
         """Names of the replaced parameters. They are converted on the CPU, as an accelerator may be too small."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
-        """Replace a parameter by one that is whole along the sharded dims that ``converter`` mixes."""
+        """Replace a parameter for the time of loading by one that is whole along the dims that ``converter`` mixes."""
         module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
         placements = _get_placements_to_read(original, converter)
@@ -127,7 +127,7 @@ class _ShardKeeper:
         kept: DTensor = parameter
         if original is not None:
             loaded = parameter if isinstance(parameter, DTensor) else _replicate(parameter, original)
-            # each rank takes its part of the whole tensor, without communication
+            # without communication, since each rank has the whole tensor and only takes its part
             part = loaded.redistribute(placements=original.placements).to_local()
             # a copy, because a view would keep the whole tensor in memory
             kept = _wrap(part.clone(memory_format=torch.contiguous_format), original, original.placements)
@@ -150,7 +150,7 @@ def _sort_targets(
     model: Any, stored: Collection[str], conversions: Sequence[Any]
 ) -> dict[str, tuple[list[str], Any | None]]:
     """Map each stored tensor to the model's tensors that are made from it, and to their conversion if there is one."""
-    # private, but the loader itself calls it, with the same arguments from 5.17 to 5.23
+    # `rename_source_key` is private, but the loader itself calls it, with the same arguments from 5.17 to 5.23
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
@@ -175,7 +175,7 @@ def _sort_targets(
 def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, ...]:
     """Return the placements with which to read a parameter, so that it can be converted correctly.
 
-    The parameter is whole along dims for which the result depends on whether it is sharded or converted first.
+    The parameter must be read whole along each dim for which conversion and sharding cannot be exchanged.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
@@ -189,7 +189,8 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # a rank has a part of each of these pieces; when the loader stacks experts, it cuts each piece too
+        # A packed shard has a part of each of the `parts` pieces.
+        # If the loader stacks experts, it cuts each piece too, so the result is right if the numbers of pieces agree.
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()
@@ -203,7 +204,7 @@ def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    # a whole parameter is no DTensor, because the loader would move its local tensor to the device of the mesh
+    # a whole parameter is not made a DTensor, because the loader would move a DTensor to the device of the mesh
     return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 
@@ -223,7 +224,7 @@ def _replicate(whole: Tensor, like: Any) -> Any:
 
 
 def _make_empty(original: Any, device: torch.device) -> nn.Parameter:
-    """Return a parameter like ``original`` on ``device``, for a parameter whose shard is empty on this rank."""
+    """Return a copy of ``original``, whose shard is empty on this rank, on ``device``, marked as initialised."""
     parameter: Any = nn.Parameter(torch.empty_like(original, device=device), original.requires_grad)
     parameter.__dict__.update(original.__dict__, _is_hf_initialized=True)
     return cast(nn.Parameter, parameter)

@@ -302,7 +302,7 @@ def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
             with pytest.raises(ValueError, match=message):
                 KIND.make_trainer(flags).fit(Regressor(), make_loader(make_batches(4)))
         trainer = KIND.make_trainer({"megatron_fsdp_unit_modules": ["torch.nn.functional.relu"]})
-        with pytest.raises(TypeError, match=r"'torch.nn.functional.relu' is .*; name a subclass of nn.Module"):
+        with pytest.raises(TypeError, match=r"'torch.nn.functional.relu' is .*; give the path of a subclass"):
             trainer.fit(Regressor(), make_loader(make_batches(4)))
 
     KIND.run(run, WORLD)

@@ -416,8 +416,8 @@ def test_an_import_path_names_a_dict_or_a_function(monkeypatch: pytest.MonkeyPat
     for given in (None, "hf", plan, build_plan):
         assert import_plan(given) is given
     cases: list[tuple[str, type[Exception], str]] = [
-        ("plans_of_a_user.number", TypeError, r"tp_plan='plans_of_a_user\.number' is a int; name a dict or a function"),
-        ("plans_of_a_user.text", TypeError, "is a str; name a dict or a function"),
+        ("plans_of_a_user.number", TypeError, r"tp_plan='plans_of_a_user\.number' is of type int; give the path"),
+        ("plans_of_a_user.text", TypeError, "is of type str; give the path of a dict"),
         ("plans_of_a_user.missing", ValueError, r"tp_plan='plans_of_a_user\.missing' cannot be imported \(.*missing"),
         ("no_such_module_of_a_user.PLAN", ValueError, "tp_plan='no_such_module_of_a_user.PLAN' cannot be imported"),
         ("PLAN", ValueError, "'PLAN' is not a dotted import path"),
