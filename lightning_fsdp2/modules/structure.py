@@ -278,7 +278,7 @@ def get_optional_head(model: Any) -> nn.Module | None:
 
 
 def get_parameter_owners(root: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Map every parameter to the modules that hold it, each with its name there; a tied parameter has several."""
+    """Map every parameter to (module, name) pairs: the modules that hold it directly, and its name in each."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in get_modules(root):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Errors of one rank that are raised on every rank, since the other ranks would wait for it in a collective."""
+"""Raising of one rank's error on every rank, because the other ranks would otherwise wait in a collective."""
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Sequence

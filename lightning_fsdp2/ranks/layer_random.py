@@ -17,8 +17,8 @@ from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch
 class LayerRandom:
     """Switch between the random state that is common to all ranks and this rank's own, during a layer's forward.
 
-    A rank's own state is seeded from the common state each time, so it need not be kept between forwards. Activation
-    checkpointing restores the common state, so the recomputation draws the same numbers.
+    A rank's own state is seeded from the common state each time, so a rank keeps no own state between forwards.
+    Activation checkpointing restores the common state, so the recomputation draws the same numbers.
     """
 
     def __init__(self, layer: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:

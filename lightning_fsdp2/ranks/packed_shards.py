@@ -6,8 +6,8 @@ DTensor describes two cases by the same placement, ``_StridedShard``:
   of shards that the later axes make.
 * Tensor parallelism uses it if a dim packs ``split_factor`` projections. Each rank holds a piece of every projection.
 
-Comparing ``split_factor`` with the number of shards of the later axes tells the cases apart. It fails only on a user's
-own mesh, if axes after the tensor parallel axis shard the same dim over exactly ``split_factor`` ranks.
+Comparing ``split_factor`` with the number of shards of the later axes tells the cases apart. The comparison fails only
+on a user's own mesh, if axes after the tensor parallel axis shard the same dim over exactly ``split_factor`` ranks.
 """
 
 import math

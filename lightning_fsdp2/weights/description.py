@@ -67,7 +67,7 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise ValueError(
-            f"The checkpoint holds a {name}, and the installed transformers {transformers.__version__} has no such"
+            f"The checkpoint holds a {name}, but the installed transformers {transformers.__version__} has no such"
             " class. In an environment that can import this class, build your module, load the checkpoint into it, and"
             " export the module."
         )
@@ -87,7 +87,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, build_config())
-    skeleton.config = build_config()  # a new config, because building the model added fields to the first
+    skeleton.config = build_config()  # a new config, because building the model adds fields to its config
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:

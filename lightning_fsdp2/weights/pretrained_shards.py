@@ -65,7 +65,7 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 def _sort(
     model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """Return the stored tensors to read, the parameters with an empty shard here, and conversions by parameter."""
+    """Return the tensors to read, the parameters with an empty shard on this rank, and the conversions by parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
@@ -105,7 +105,7 @@ class _ShardKeeper:
         """Names of the replaced parameters. They are converted on the CPU, as an accelerator may be too small."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
-        """Replace a parameter for the time of loading by one that is whole along the dims that ``converter`` mixes."""
+        """Replace a parameter, while loading, by one that is whole along the dims that ``converter`` mixes."""
         module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
         placements = _get_placements_to_read(original, converter)
@@ -175,7 +175,7 @@ def _sort_targets(
 def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, ...]:
     """Return the placements with which to read a parameter, so that it can be converted correctly.
 
-    The parameter must be read whole along each dim for which conversion and sharding cannot be exchanged.
+    The parameter must be whole along each dim for which the order of conversion and sharding matters.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
@@ -224,7 +224,7 @@ def _replicate(whole: Tensor, like: Any) -> Any:
 
 
 def _make_empty(original: Any, device: torch.device) -> nn.Parameter:
-    """Return a copy of ``original``, whose shard is empty on this rank, on ``device``, marked as initialised."""
+    """Return ``original``, whose shard is empty on this rank, as an initialised parameter on ``device``."""
     parameter: Any = nn.Parameter(torch.empty_like(original, device=device), original.requires_grad)
     parameter.__dict__.update(original.__dict__, _is_hf_initialized=True)
     return cast(nn.Parameter, parameter)

@@ -483,7 +483,7 @@ def test_a_users_own_class_is_exported_where_it_is_at_hand(tmp_path: Path) -> No
     export_hf(model, tmp_path / "out")
     assert read_json(tmp_path / "out")["config.json"]["architectures"] == ["OwnLlama"]
     assert_same_tensors(read_weights(tmp_path / "out"), model.state_dict())
-    with pytest.raises(ValueError, match=r"holds a .*OwnLlama, and the installed transformers .* export the module"):
+    with pytest.raises(ValueError, match=r"holds a .*OwnLlama, but the installed transformers .* export the module"):
         export_hf(tmp_path / "run.ckpt", tmp_path / "offline")
 
 

@@ -25,8 +25,8 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
     """Make the ranks compare which part of ``root`` they enter, before the weights of that part are gathered.
 
     A part is a list of layers, or a unit outside the lists. The ranks exchange one number on the host whenever they
-    enter a part, and once more after the last part (:func:`check_end`). A Hugging Face model that has only one list of
-    layers, and no units outside it, leaves ranks no choice of parts. In this case nothing is exchanged.
+    enter a part, and once more after the last part (:func:`check_end`). If there is only one list of layers, and every
+    part is inside a Hugging Face model, ranks cannot enter different parts, and nothing is exchanged.
 
     Args:
         root: Module that is sharded.
@@ -71,7 +71,7 @@ class _Check:
             if not is_unsharded_by_user(module):
                 self.compare(index)
 
-        return torch.compiler.disable(hook)  # dynamo would trace the hook of a compiled layer
+        return torch.compiler.disable(hook)  # otherwise dynamo would trace the hook of a compiled layer
 
     def compare(self, index: int) -> None:
         """Compare the part that this rank enters with the parts that the other ranks enter.

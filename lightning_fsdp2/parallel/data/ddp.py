@@ -50,7 +50,7 @@ class Replica:
         return self.wrapper or self.module
 
     def refresh(self) -> None:
-        """Wrap the module again if parameters were frozen or unfrozen since the last step, unless DDP allows it."""
+        """Wrap the module again if parameters were frozen or unfrozen since the last step, unless DDP can handle it."""
         trained = self._get_trained()
         if trained.keys() == self._trained.keys():
             return

@@ -34,11 +34,11 @@ def apply_fully_shard(
         units: Units with meshes, inner ones first; see :func:`~lightning_fsdp2.parallel.data.units.build_unit_plan`.
         model: Model that holds the units; changed in place.
         mp_policy: Dtypes of compute, gradient reduction and the model's output.
-        offload_policy: Policy that decides where the shards are between uses.
+        offload_policy: Policy that decides where shards are stored between uses.
 
     Raises:
         TypeError: If a module's class cannot be combined with FSDP2's.
-        ValueError: If a weight packs several projections along dim 0, and the number of ranks does not divide dim 1.
+        ValueError: If dim 0 of a weight packs several projections, and the number of ranks does not divide its dim 1.
     """
     ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
     units = list(units)

@@ -244,7 +244,7 @@ def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; 0 if none exist."""
+    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; 0 without any."""
     powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
     for group in _group_for_foreach(gradients):
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)

@@ -103,7 +103,7 @@ def build_unit_plan(
 
 
 def build_layer_units(structure: ModelStructure, *, mesh: DeviceMesh) -> list[Unit]:
-    """Decide on the units of a model's blocks only, all on ``mesh``. Errors are those of :func:`build_unit_plan`."""
+    """Decide on the units of a model's blocks only, all on ``mesh``. Errors are as for :func:`build_unit_plan`."""
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, None)]

@@ -2,7 +2,7 @@
 
 Without a driver, megatron-fsdp finds the backward with hooks on the tensors in a model's output, and replaces methods
 of the optimizer. The hooks only work with some forms of output. The replaced methods only work if optimizers and
-schedules are made in a certain order. The driver therefore does both in its own way, and removes these hooks.
+schedules are made in a certain order. The driver therefore removes these hooks, and calls the wrapper itself.
 """
 
 import warnings
@@ -284,7 +284,7 @@ class Driver:
     def _fill_empty_gradients(self) -> None:
         """Give an empty gradient to each parameter that has no rows on this rank.
 
-        megatron-fsdp leaves such a gradient None. This rank would then skip collectives that the other ranks wait for.
+        megatron-fsdp sets no gradient for such a parameter, so this rank would skip collectives of the other ranks.
         """
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):

@@ -214,7 +214,7 @@ def apply_megatron_fsdp(
             )
     axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
     view = get_mesh(device_mesh, axes)
-    # the same groups, but with a special axis name by which megatron-fsdp's tensors are recognised later
+    # a mesh with the same groups, but with a special axis name by which megatron-fsdp's tensors are recognised later
     mesh = DeviceMesh.from_group(
         [view.get_group(axis) for axis in axes],
         view.device_type,
