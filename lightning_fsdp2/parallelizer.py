@@ -165,8 +165,7 @@ def megatron_fsdp_strategy_parallelize(
     name.
 
     * ``model``: as for :func:`fsdp2_strategy_parallelize`. Its dtype is the compute dtype. It is changed in place.
-    * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel
-      ranks.
+    * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`, with a single tensor parallel rank.
     * ``optimizer``: an optimizer of the model's parameters that has not taken a step yet. Its groups are kept.
 
     Returns:
@@ -174,8 +173,8 @@ def megatron_fsdp_strategy_parallelize(
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or is too old.
-        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has other axes, or when the
-            model has no units.
+        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has several tensor parallel
+            ranks, or when the model has no units.
     """
     config = MegatronFSDPConfig(
         megatron_fsdp_unit_modules=None if megatron_fsdp_unit_modules is None else list(megatron_fsdp_unit_modules),
@@ -212,8 +211,8 @@ def ddp_strategy_parallelize(
     Arguments without a description here are the fields of :class:`~lightning_fsdp2.DDPConfig` with the same name.
 
     * ``model``: as for :func:`fsdp2_strategy_parallelize`; it may be on the meta device. It is changed in place.
-    * ``device_mesh``: mesh of the ranks, which all get the same weights. If the model already has weights, these are
-      the weights of rank 0.
+    * ``device_mesh``: mesh of the ranks, which all get the same weights. If the model already has weights, all ranks
+      get the weights of rank 0.
     * ``materializes``: as for :func:`fsdp2_strategy_parallelize`.
 
     Returns:

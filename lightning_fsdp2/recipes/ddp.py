@@ -22,8 +22,8 @@ def prepare_for_ddp(
     Args:
         model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`; it may be on the meta device. It is
             changed in place.
-        device_mesh: Mesh of the ranks, which all get the same weights. If the model already has weights, these are the
-            weights of rank 0.
+        device_mesh: Mesh of the ranks, which all get the same weights. If the model already has weights, all ranks get
+            the weights of rank 0.
         config: Flags of DDP.
         materializes: Whether a model on the meta device gets its weights.
 

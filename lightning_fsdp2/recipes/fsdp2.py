@@ -143,7 +143,7 @@ def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, c
 def resolve_mp_policy(
     mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
 ) -> MixedPrecisionPolicy:
-    """Return ``mp_policy``, or a policy for ``param_dtype``, with float32 as ``reduce_dtype`` if it sets none.
+    """Return ``mp_policy``, or else a policy for ``param_dtype``, and set a missing ``reduce_dtype`` to float32.
 
     In torch, ``reduce_dtype=None`` means ``param_dtype`` up to 2.14, and the gradient's dtype from 2.15 on.
 

@@ -1,4 +1,4 @@
-"""Imports of objects that users name by their import path: classes, tensor parallel plans and FSDP units."""
+"""Imports of objects that users name by their import path: classes, tensor parallel plans and unit classes."""
 
 import importlib
 import logging
@@ -38,7 +38,7 @@ def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
 
 
 def import_plan(plan: PlanOption) -> PlanOption:
-    """Return ``plan``, or the object at its path if it is an import path.
+    """Return ``plan``; if it is an import path, return the object at that path instead.
 
     Raises:
         TypeError: When the object at the path is neither a mapping nor a function.

@@ -36,8 +36,7 @@ def parallelize_with_megatron_fsdp(
     Args:
         model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`. Its dtype is the compute dtype. It is
             changed in place.
-        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, with replicas, shards and context parallel
-            ranks.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, with a single tensor parallel rank.
         config: Flags of Megatron-FSDP.
         optimizer: Optimizer of the model's parameters that has not taken a step yet. Its parameter groups are kept.
 
@@ -46,8 +45,8 @@ def parallelize_with_megatron_fsdp(
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or is too old.
-        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has other axes, or when the
-            model has no units.
+        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has several tensor parallel
+            ranks, or when the model has no units.
     """
     check_not_sharded(model)
     check_peft(model)
