@@ -286,12 +286,15 @@ REFUSED_FLAGS = [
         {"nccl_ub": True},
         r"nccl_ub=True needs megatron.core.nccl_allocator or .*neither is installed; use nccl_ub=False",
     ),
-    ({"init_fsdp_with_meta_device": True}, r"True, but Regressor has no parameter on the meta device.*leave the flag"),
+    (
+        {"init_fsdp_with_meta_device": True},
+        r"True, but Regressor has no parameter on the meta device.*leave out the flag",
+    ),
     (
         {"init_fsdp_with_meta_device": True, "zero_dp_strategy": 0},
-        "init_fsdp_with_meta_device=True .*zero_dp_strategy=0 shards nothing; leave one",
+        "init_fsdp_with_meta_device=True .*zero_dp_strategy=0 shards nothing; leave out one",
     ),
-    ({"megatron_fsdp_unit_modules": ["torch.nn.GRU"]}, r"Regressor contains no torch.nn.modules.rnn.GRU; name classes"),
+    ({"megatron_fsdp_unit_modules": ["torch.nn.GRU"]}, r"Regressor contains no torch.nn.modules.rnn.GRU; list classes"),
     ({"megatron_fsdp_unit_modules": ["torch.nn.Nothing"]}, "'torch.nn.Nothing' cannot be imported .*give import paths"),
 ]
 
