@@ -56,7 +56,7 @@ def dtype_from_str(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Rule for a field that must keep its default. The field exists so that the error can name the alternative."""
+    """Rule for a field that must keep its default. The field exists only so that the error can name an alternative."""
 
     allowed: object
     """The default, which is the only accepted value."""

@@ -221,13 +221,13 @@ def build_device_mesh(
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
     device_mesh = views[_MESH_AXES]
     for view in views.values():
-        # store the views on each mesh, since DeviceMesh does not give access to the others from one view
+        # store all views on each view, since DeviceMesh does not give access to the other views
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
     return device_mesh
 
 
 def get_default_backend(device: torch.device) -> str:
-    """Return the backend names for the accelerator's own backend and, for CPU tensors, gloo."""
+    """Return the names of the accelerator's own backend and, for CPU tensors, gloo, as one string for torch."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -446,14 +446,15 @@ def destroy_process_group() -> None:
 def _wait_for_threads(seconds: float = 1.0) -> None:
     """Wait until no gloo thread is running, for at most ``seconds``. Threads are only found on Linux.
 
-    Shortly after a collective, a gloo thread releases a tensor, for which it needs the Python interpreter. If Python is
-    already finalizing, it ends the thread, and the process aborts ("terminate called without an active exception").
-    ``destroy_process_group`` does not prevent this, because meshes and hooks keep groups and their threads alive.
+    Shortly after a collective, a gloo thread releases a tensor, for which it needs the Python interpreter. If the
+    interpreter is already finalizing, it ends the thread, and the process aborts ("terminate called without an active
+    exception"). ``destroy_process_group`` does not prevent this abort, because meshes and hooks keep groups and their
+    threads alive.
     """
     end = time.monotonic() + seconds
     is_running = True
     while is_running and time.monotonic() < end:
-        time.sleep(0.01)  # sleeping lets a gloo thread that waits for Python run
+        time.sleep(0.01)  # while this thread sleeps, a gloo thread that waits for the interpreter can run
         is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
 
 
@@ -465,7 +466,7 @@ def _read(path: Path) -> str:
 
 
 def _get_own_index() -> int:
-    """Return the index of this rank's device. This is the script's current device or, if that is 0, the local rank."""
+    """Return the index of this rank's device: that of the script's current device or, if it is 0, the local rank."""
     if not torch.accelerator.is_available():
         return 0
     chosen = torch.accelerator.current_device_index()
