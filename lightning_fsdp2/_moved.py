@@ -1,4 +1,4 @@
-"""Old import paths, which still work, with a warning that names the new path."""
+"""Support for old import paths, which still work, but warn and name the new path."""
 
 import importlib
 import sys

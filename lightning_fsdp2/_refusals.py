@@ -1,4 +1,4 @@
-"""Functions that tell apart refusals, which are errors that the user can fix, and bugs."""
+"""Functions that tell refusals, which are errors that the user can fix, from bugs."""
 
 import dis
 import re

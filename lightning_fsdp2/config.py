@@ -505,7 +505,7 @@ def _check_reshard_after_forward(value: object) -> None:
         raise TypeError(f"reshard_after_forward={value!r} must be a bool, an int or None.")
     if value < 1:
         raise ValueError(
-            f"reshard_after_forward={value} must be a bool, None or an int >= 1; use False to keep parameters."
+            f"reshard_after_forward={value} must be a bool, None or an int >= 1; use False to keep parameters gathered."
         )
 
 

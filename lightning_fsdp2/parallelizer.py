@@ -282,7 +282,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in transformers' plans.
 
-    If torch has no such style, its class comes from :mod:`lightning_fsdp2.parallel.tensor.styles`.
+    If torch has no such style, the class comes from :mod:`lightning_fsdp2.parallel.tensor.styles`.
 
     Raises:
         ValueError: When the style is unknown or refused.

@@ -45,14 +45,14 @@ class WarmupCosine(LambdaLR):
             )
         if not 0 <= min_ratio <= 1:
             raise ValueError(
-                f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; 0.1 ends at a tenth of the rate."
+                f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; use 0.1 to end at a tenth of the rate."
             )
         # `state_dict` does not save the arguments of a partial, so a resumed run uses its own arguments
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
 
     def fit_to_run(self, steps: int | float) -> None:
-        """Let the schedule end with a run of ``steps`` optimizer steps, or warn if ``total_steps`` differs from it.
+        """Let the schedule end with a run of ``steps`` optimizer steps, or warn if ``total_steps`` is not ``steps``.
 
         Args:
             steps: ``trainer.estimated_stepping_batches``, which is infinite or below 0 if unknown.

@@ -113,7 +113,7 @@ class PendingSum(Tensor):
     def get_whole(self) -> Tensor:
         """Return the sum as a plain tensor. The sum is computed only once."""
         if self._whole is None:
-            # autograd records the sum even if the first reader needs no gradients, because a later reader may
+            # autograd always records the sum, since later readers may need gradients even if the first reader does not
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Whole.apply(self)
         return self._whole

@@ -1,4 +1,4 @@
-"""Descriptions of the Hugging Face models in a checkpoint, so that they can be exported without the user's code.
+"""Descriptions of the Hugging Face models in a checkpoint, for exporting the models without the user's code.
 
 A description consists of plain JSON types::
 
@@ -157,7 +157,7 @@ def _describe(model: Any, path: str, tokenizer: str) -> Description:
 
 
 def _describe_adapters(wrapper: Any) -> Description:
-    """Describe the adapters: with their whole configs for LoRA, and only by ``has_adapters`` for other kinds."""
+    """Describe the adapters. LoRA adapters are described by their whole configs, others only by ``has_adapters``."""
     configs: dict[str, Any] = {} if wrapper is None else wrapper.peft_config
     has_lora = all(config.peft_type == "LORA" for config in configs.values())
     described = {name: _to_json(config, default=_to_plain) for name, config in configs.items()} if has_lora else {}

@@ -84,7 +84,8 @@ class Replica:
         """
         if self.wrapper is None or not self.wrapper.require_backward_grad_sync:
             return
-        # for a static graph, torch reduces the first gradients only after a backward through the wrapper
+        # With a static graph, torch reduces the first gradients only if the backward starts from the wrapper's output.
+        # A manual backward runs inside `training_step`, before the wrapper has an output.
         finish_static_graph(self.wrapper, reduces_all=self._is_learning and is_manual)
         self._is_learning = False
 

@@ -186,7 +186,7 @@ def _reshard_units(modules: Iterable[FSDPModule]) -> None:
 
 
 class _Unregistered(FSDPModule):
-    """FSDP2's class, without the call of ``__init_subclass__`` that would tell the user's class about a subclass."""
+    """FSDP2's class, but with an ``__init_subclass__`` that does nothing, so that the user's own is not called."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass

@@ -121,7 +121,7 @@ def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | in
         Unit(modules=[block], reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward)
         for block in blocks
     ]
-    # backward begins where forward ended, so the last block would be gathered again at once
+    # backward begins with the last block, which would otherwise be resharded and gathered again at once
     if reshard_after_forward is None and _is_trainable(blocks):
         units[-1].reshard_after_forward = False
     return units

@@ -111,7 +111,7 @@ class Driver:
         return module
 
     def check_can_unshard(self) -> None:
-        """Refuse to keep weights gathered for the duration of a block, which megatron-fsdp cannot do.
+        """Raise an error, because megatron-fsdp cannot keep weights gathered for the duration of a block.
 
         Raises:
             ValueError: Always.
@@ -235,7 +235,7 @@ class Driver:
     def _check_gradients(self) -> None:
         """Check that another backward may add to the gradients that an earlier backward has already reduced."""
         if all(parameter.grad is None for parameter in self._parameters.values()):
-            self.clear_gradients()  # the user has cleared only `parameter.grad`
+            self.clear_gradients()  # the user has cleared `parameter.grad`, but not the buffers
             return
         reduces_twice = self.wrapper.data_parallel_sharding_strategy == "optim"
         if reduces_twice or self.wrapper.dist_index.use_hybrid_fsdp:
