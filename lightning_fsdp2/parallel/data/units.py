@@ -214,7 +214,7 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """Return ``module``, or the modules inside it if it has no forward in which its weights could be gathered.
+    """Return ``[module]``, or the modules inside it if it has no forward in which its weights could be gathered.
 
     If a module without forward holds parameters directly, they belong to the unit of its parent, which uses them.
     """
