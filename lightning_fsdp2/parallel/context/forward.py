@@ -139,7 +139,7 @@ class ShardedForward:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # allow a list whose layers are projections, none of which calls attention, if other lists call attention
+            # a list without any attention may hold projections, which is fine if the layers of another list attend
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
                     f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; this"
