@@ -366,7 +366,7 @@ def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
     for out in (tmp_path / "runs", tmp_path / "runs" / "last.ckpt"):
         with pytest.raises(ValueError, match=r"would replace the checkpoint '.*last\.ckpt'"):
             export_hf(tmp_path / "runs" / "last.ckpt", out, overwrite=True)
-    with pytest.raises(OSError, match=r"file/out' cannot be created \(File exists\); name another"):
+    with pytest.raises(OSError, match=r"file/out' cannot be created \(File exists\); choose a different"):
         export_hf(make_llama(), tmp_path / "file" / "out")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"0\.1 MB"):
