@@ -227,7 +227,7 @@ def build_device_mesh(
 
 
 def get_default_backend(device: torch.device) -> str:
-    """Return the names of the accelerator's own backend and, for CPU tensors, gloo, as one string for torch."""
+    """Return torch's backend string: the accelerator's own backend, plus gloo for CPU tensors."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -454,7 +454,7 @@ def _wait_for_threads(seconds: float = 1.0) -> None:
     end = time.monotonic() + seconds
     is_running = True
     while is_running and time.monotonic() < end:
-        time.sleep(0.01)  # while this thread sleeps, a gloo thread that waits for the interpreter can run
+        time.sleep(0.01)  # sleeping releases the GIL, so a gloo thread that waits for it can run
         is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
 
 

@@ -194,7 +194,7 @@ def set_world(config: Namespace, subcommand: str) -> None:
 
 
 def leave_run_out(config: Namespace, subcommand: str) -> AboutRun:
-    """Remove from ``config`` the run's weights and machines, and everything that reads or writes files.
+    """Remove from ``config`` the settings for weights and machines, and all settings that read or write files.
 
     Returns:
         A description of the run as it was configured.

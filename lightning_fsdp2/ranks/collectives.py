@@ -230,5 +230,5 @@ def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) 
     if missing:
         tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
     gathered = all_gather_tensor(tensor, dim, group)
-    # cuts off the padding, and detaches the result, since FSDP2 warns about modules that return a view
+    # the slice without the padding is a view for autograd; FSDP2 warns about modules that return a view, so detach it
     return gathered.narrow(dim, 0, size).detach() if gathered.size(dim) != size else gathered

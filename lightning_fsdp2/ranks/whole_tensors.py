@@ -66,11 +66,11 @@ def shard_unevenly_like(tensor: Tensor, like: DTensor) -> DTensor:
 
 
 def copy_rows_(target: Tensor, tensor: Tensor) -> None:
-    """Copy this rank's rows of ``tensor`` to ``target``. Every rank must call this function.
+    """Fill this rank's part of ``target`` with the matching rows of ``tensor``. Every rank must call this function.
 
     Args:
-        target: Plain tensor, or DTensor with shards of any kind.
-        tensor: Tensor that is whole or has shards of any kind.
+        target: Plain tensor, or DTensor with any placements.
+        tensor: Unsharded tensor, or DTensor with any placements.
     """
     rows = gather(tensor)
     if is_uneven(target) and _is_sharded(target):

@@ -259,7 +259,7 @@ def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> No
 
 
 def _gather(values: dict[int, Any], groups: list[dist.ProcessGroup]) -> dict[int, Any]:
-    """Return the values of all ranks of a mesh, as a dict by rank."""
+    """Gather a value from every rank of a mesh. Return a dict with the rank as the key."""
     for group in groups:
         parts: list[dict[int, Any]] = [{}] * group.size()
         dist.all_gather_object(parts, values, group=group)

@@ -398,7 +398,7 @@ class _Store(FileSystem):
 
 @dataclass
 class _HashedInfo(StorageInfo):
-    """Place and checksum of a chunk, which each rank sends to rank 0."""
+    """Location and checksum of one chunk. Each rank sends these records, not the data, to rank 0."""
 
     checksum: str = ""
 

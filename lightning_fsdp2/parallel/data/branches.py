@@ -88,7 +88,7 @@ class _Check:
             places = "; ".join(f"{self.names[part]} (ranks {describe_ranks(found)})" for part, found in ranks.items())
             raise RuntimeError(
                 f"Ranks run different parts of the model in the same step: {places}. All ranks gather the weights of a"
-                " part together, so a part must be used by every micro-batch or by none. Let the collator add a dummy"
-                " image to each batch without images, with placeholders after the text and labels of -100"
-                " (`lightning_fsdp2.data.add_dummy_image`)."
+                " part together, so a part must be used by every micro-batch or by none. If a batch has no"
+                " images, let the collator add a dummy image: its placeholder tokens come after the text, with labels"
+                " of -100 (`lightning_fsdp2.data.add_dummy_image`)."
             )

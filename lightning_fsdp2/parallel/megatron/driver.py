@@ -146,9 +146,10 @@ class Driver:
         """Connect ``optimizer`` with the wrapper.
 
         Each step of the optimizer then updates the raw parameters, and its ``zero_grad`` clears the gradient buffers.
-        Use this method instead of ``megatron_fsdp.fully_shard_optimizer``, which has two defects up to 0.6.1. It begins
-        with a step that changes weights (https://github.com/NVIDIA/Megatron-LM/issues/5974), and it removes the wrapper
-        that a schedule puts around ``step``.
+        Use this method instead of ``megatron_fsdp.fully_shard_optimizer``, which has two bugs up to version 0.6.1. It
+        runs a first ``optimizer.step()`` that changes the weights
+        (https://github.com/NVIDIA/Megatron-LM/issues/5974). It also removes the patch that a learning rate scheduler
+        applies to ``step``.
         """
         extend_zero_grad(optimizer, self.clear_gradients)
         optimizer.register_step_post_hook(lambda *args: self.expect_writes())

@@ -1,1 +1,1 @@
-"""Start and end of a run's processes, their process groups, and checks that all processes have the same config."""
+"""Code that starts and stops the processes of a run, sets up their process groups, and compares their configs."""

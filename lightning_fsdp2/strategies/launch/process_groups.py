@@ -72,7 +72,7 @@ def init_process_group(
     backend = backend or get_default_backend(device)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
-        os.environ["MASTER_ADDR"] = environment.main_address  # for the user's code and our error messages
+        os.environ["MASTER_ADDR"] = environment.main_address  # user code and our error messages read this
         os.environ["MASTER_PORT"] = str(environment.main_port)
         store = meet(
             environment.main_address,

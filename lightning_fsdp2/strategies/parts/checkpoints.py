@@ -182,7 +182,7 @@ class Checkpoints:
         self.io.save_checkpoint(checkpoint, self._world.broadcast(path), storage_options, summary=summary, wait=wait)
 
     def _wait_for_all_ranks(self, trainer: "Trainer", purpose: str, remedy: str) -> None:
-        self._world.set_group_timeout(None)  # the full timeout, since the slowest rank may write for long
+        self._world.set_group_timeout(None)  # the full timeout, since the slowest rank may take a long time to write
         # fail before the timeout of collectives, in which other ranks may be waiting
         timeout = self._world.timeout / 2
         if trainer.interrupted:
