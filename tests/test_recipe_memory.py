@@ -93,7 +93,8 @@ def test_a_layer_keeps_as_many_bytes_as_the_readme_says(kind: str) -> None:
 def test_the_readme_has_these_formulas() -> None:
     text = " ".join((CONFIGS / "README.md").read_text().split())
     two, four, autocast, full = re.search(
-        r"(\d) bytes \S+ tokens on a GPU.*?Under autocast \(DDP and Megatron-FSDP\) it is (\d) bytes.*?`(30 [^`]*)`.*?`(32 [^`]*)` in float32",
+        r"(\d) bytes \S+ tokens on a GPU.*?Under autocast \(DDP and Megatron-FSDP\) it is (\d) bytes"
+        r".*?`(30 [^`]*)`.*?`(32 [^`]*)` in float32",
         text,
     ).groups()
     values = {"kv": 2, "heads": 6, "intermediate": 768, "hidden": 288}
