@@ -57,6 +57,8 @@ def test_what_fails_or_dies_is_shown(repository: Path, capfd: pytest.CaptureFixt
 
 def test_arguments_are_those_of_pytest(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(repository, two="def test_one(): pass\ndef test_two(): raise AssertionError\n")
+    assert run_fast.main(["-k", "no_such_name"]) == 1
+    assert capfd.readouterr().out.endswith("0 passed, 0 failed, 0 skipped\n")
     assert run_fast.main(["-k", "one"]) == 0
     assert "1 passed in" in capfd.readouterr().out
     assert run_fast.main([str(repository / "tests" / "test_two.py::test_one")]) == 0

@@ -25,7 +25,7 @@ FOLDER = ROOT / ".test"
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Run all files, and return 1 if a test failed."""
+    """Run all files, and return 1 if a test failed or none ran."""
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         return int(pytest.main(["-m", "not slow", *arguments]))
     start = time.monotonic()
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         print(*(f"failed: {test}\n" for test in ledger.failed), sep="", end="")
     print(f"{time.monotonic() - start:.0f} s")
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
-    return int(counts["failed"] > 0)
+    return int(counts["failed"] > 0 or not counts)  # a wrong `-k` must not look like success
 
 
 def open_ledger(file: Path) -> FileLedger:

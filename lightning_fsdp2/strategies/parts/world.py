@@ -116,7 +116,7 @@ class World:
     # ------------------------------------------------------------------ collectives
 
     def wait(self) -> None:
-        """Wait until all ranks have called this. A single rank returns at once."""
+        """Wait until all ranks have called this. Return at once before :meth:`start`, and in a simulation."""
         if self.control_group is not None:
             dist.barrier(group=self.control_group)
 
