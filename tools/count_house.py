@@ -2,9 +2,10 @@
 
     python tools/count_house.py
 
-A flag should appear in two places: in ``config.py``, with its text and its check, and in the file that uses it. The
-program lists flags that several files read from a config or name in a string. The functions of the public contract,
-which have a parameter for each flag, are left out.
+A flag should appear in two places: in ``config.py``, with its text and its check, and in the file that uses it. For
+each config, the program lists flags that several files read from a config or name in a string. It counts the files that
+a training run uses: the recipes of other strategies are left out, and so are the planner, which tries values of flags,
+and the functions of the public contract, which have a parameter for each flag.
 
 On its way from ``FSDP2Strategy(tp_size=2)`` to the mesh, the number ``tp_size`` is passed from file to file. A *hop* is
 a function that gets the number, or an object with the number, from another file.
@@ -36,8 +37,13 @@ def main() -> None:
     report(f"files over {house.MOST_LINES} lines", house.find_long_files())
     report(f"folders over {house.MOST_FILES} files", house.find_full_folders())
     report(f"functions over {house.MOST_LINES_OF_FUNCTION} lines", house.find_long_functions())
-    uses = find_uses(house.PACKAGE)
-    report(f"of {len(uses)} flags, used in several files", {f: ", ".join(u) for f, u in uses.items() if len(u) > 1})
+    from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig
+
+    recipes = {"fsdp2.py": FSDP2Config, "megatron_fsdp.py": MegatronFSDPConfig, "ddp.py": DDPConfig}
+    for recipe, config in recipes.items():
+        uses = find_uses(house.PACKAGE, config, {f"recipes/{other}" for other in recipes.keys() - {recipe}})
+        several = {flag: ", ".join(files) for flag, files in uses.items() if len(files) > 1}
+        report(f"of {len(uses)} flags of {config.__name__}, used in several files", several)
     hops = trace_tp_size(str(house.PACKAGE))
     report("hops of tp_size, in order", dict.fromkeys(hops, ""))
     print(f"times that sizes are resolved: {sum(hop.endswith('.resolve') for hop in hops)}")
@@ -53,15 +59,12 @@ def report(title: str, found: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- flags
 
 
-def find_uses(package: Path) -> dict[str, list[str]]:
-    """Return the files that use each flag of the strategies' configs, apart from ``config.py`` and the contract."""
-    from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig
-
-    configs = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
-    uses: dict[str, list[str]] = {field.name: [] for config in configs for field in dataclasses.fields(config)}
+def find_uses(package: Path, config: type[Any], other_recipes: set[str]) -> dict[str, list[str]]:
+    """Return the files that use each flag of a config in a run, apart from ``config.py`` and the contract."""
+    uses: dict[str, list[str]] = {field.name: [] for field in dataclasses.fields(config)}
     for path in sorted(package.rglob("*.py")):
         name = str(path.relative_to(package))
-        if name == "config.py" or name in CONTRACT:
+        if name == "config.py" or name in CONTRACT | other_recipes or name.startswith("plan/"):
             continue
         for flag in uses.keys() & find_names(ast.parse(path.read_text())):
             uses[flag].append(name)

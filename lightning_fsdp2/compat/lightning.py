@@ -322,7 +322,7 @@ def get_slurm_checkpoint_path(trainer: Trainer) -> str:
 
 
 def is_last_epoch(trainer: Trainer) -> bool:
-    """Return whether ``fit`` ends with the epoch that is ending now, whether this epoch is complete or cut short.
+    """Return whether ``fit`` ends when the current epoch ends. The epoch may be complete or cut short.
 
     ``fit_loop.done`` has the same value, but prints a message each time it is read.
     """

@@ -197,7 +197,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     if isinstance(present.get("content"), list):
         present["content"] = "".join(_get_text(part, where) for part in present["content"])
     if not isinstance(present.get("content"), str) and not (role == _ANSWERS and present.get("tool_calls")):
-        raise ValueError(f"{where} has {_name_type(message.get('content'))} as its 'content'; write a text.")
+        raise ValueError(f"{where} has {_name_type(message.get('content'))} as its 'content'; use a string.")
     return present
 
 

@@ -39,9 +39,9 @@ class FileLayout:
     """Function that computes the stored tensors of the given names from the model's tensors in their stored dtypes."""
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the model's tensors from which the stored tensors ``names`` are computed, with their stored dtypes.
+        """Return the names of the model's tensors that are needed to compute the stored tensors ``names``.
 
-        The result is in the model's order.
+        The result maps these names, in the model's order, to the dtypes in which the model's tensors are stored.
         """
         needed = frozenset[str]().union(*(self.sources[name] for name in names))
         return {name: spec.dtype for name, spec in self.specs.items() if name in needed}

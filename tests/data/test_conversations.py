@@ -195,7 +195,7 @@ ASK = {"role": "user", "content": "?"}
         ({"messages": [ASK, {"from": "gpt"}]}, "message 2 has no 'role'; write"),
         (
             {"messages": [ASK, {"role": "assistant", "content": 3}]},
-            "message 2 has a number as its 'content'; write a te",
+            "message 2 has a number as its 'content'; use a str",
         ),
         ({"messages": [ASK, {"role": "assistant"}]}, "message 2 has nothing as its 'content'"),
         (

@@ -190,7 +190,7 @@ class _AttentionName(str):
     original: str
 
     def __new__(cls, original: str) -> "_AttentionName":
-        # replace "flash", because models prepare arguments that only flash attention takes if the name contains it
+        # replace "flash": if the name contains it, models prepare arguments that only flash attention takes
         name = super().__new__(cls, f"{_PREFIX}{original.replace('flash', 'fused')}")
         name.original = original
         return name
