@@ -1,4 +1,4 @@
-"""FSDP2 for PyTorch Lightning's Trainer and Hugging Face models, with the same gradients as in one process."""
+"""FSDP2 for PyTorch Lightning's Trainer and Hugging Face models, with the same gradients as a single-process run."""
 
 from lightning_fsdp2._cli_types import register_cli_types
 from lightning_fsdp2._moved import keep_moved_paths

@@ -444,7 +444,7 @@ def destroy_process_group() -> None:
 
 
 def _wait_for_threads(seconds: float = 1.0) -> None:
-    """Wait until no gloo thread is running, for at most ``seconds``. Threads are only found on Linux.
+    """Wait until no gloo thread is running, for at most ``seconds``. This works only on Linux.
 
     Shortly after a collective, a gloo thread releases a tensor, for which it needs the Python interpreter. If the
     interpreter is already finalizing, it ends the thread, and the process aborts ("terminate called without an active

@@ -212,7 +212,7 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
     _GatherForRanks: (Kind.OWN, Kind.OWN),
     _Split: (Kind.EQUAL, Kind.OWN),
     _ReduceScatter: (Kind.OWN, Kind.OWN),
-    _Twin: (Kind.EITHER, Kind.OWN),  # EITHER, because the inputs are a shard and the gathered tensor
+    _Twin: (Kind.EITHER, Kind.OWN),  # EITHER, because one input is a shard and the other is the gathered tensor
 }
 """Kinds of the input and of the output of each autograd function."""
 

@@ -40,7 +40,7 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
     """Wait until every rank has reached the same point of the program, or raise an error that names the late ranks.
 
-    torch's ``monitored_barrier`` cannot be used instead. It observes its timeout on rank 0 only, and does not notice
+    torch's ``monitored_barrier`` cannot be used instead. It applies its timeout on rank 0 only, and does not notice
     that ranks have reached different points.
 
     Args:

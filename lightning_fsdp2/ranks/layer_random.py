@@ -15,9 +15,9 @@ from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch
 
 
 class LayerRandom:
-    """Switch between the random state that is common to all ranks and this rank's own, during a layer's forward.
+    """Switch between two random states during a layer's forward: the common state of all ranks, and this rank's own.
 
-    A rank's own state is seeded from the common state each time, so a rank keeps no own state between forwards.
+    A rank's own state is seeded from the common state in each forward, so nothing has to be kept between forwards.
     Activation checkpointing restores the common state, so the recomputation draws the same numbers.
     """
 

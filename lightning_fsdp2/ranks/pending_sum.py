@@ -1,4 +1,4 @@
-"""Sum over the tensor parallel ranks that is computed only when it is read, as a whole or in part."""
+"""Lazy sum over the tensor parallel ranks. The whole sum, or a part of it, is computed only when it is read."""
 
 from typing import Any
 
@@ -102,7 +102,7 @@ class PendingSum(Tensor):
         """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
-    # `like` is a Tensor. With that annotation, jsonargparse would list all tensor classes under each tensor class.
+    # `like` is a Tensor, but annotated as Any, because jsonargparse's help would otherwise list all tensor classes.
     @staticmethod
     def __new__(cls, summands: Summands, like: Any) -> "PendingSum":
         pending = make_wrapper_subclass(cls, like)

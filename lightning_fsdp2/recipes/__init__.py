@@ -1,1 +1,1 @@
-"""Recipes, one per strategy: functions of (model, mesh, config) that apply the passes to a model in order."""
+"""Recipes, one per strategy: functions of (model, mesh, config) that call the functions of ``parallel/`` in order."""

@@ -44,7 +44,7 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # checkpoints that Lightning looks for on SLURM
+        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # names that Lightning looks for on SLURM
         self._linked: list[AnyPath] = []
         self._pending: dict[AnyPath, bool] = {}
 
@@ -96,7 +96,7 @@ class MeshCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(
-                f"storage_options={storage_options!r}: checkpoints of a mesh do not use this argument; leave it out,"
+                f"storage_options={storage_options!r}: this checkpoint plugin does not use the argument; leave it out,"
                 " and name the object store in the path, such as 's3://bucket/run/last.ckpt'."
             )
         self.wait()
@@ -112,11 +112,11 @@ class MeshCheckpointIO(CheckpointIO):
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
-            if states := checkpoint.get("optimizer_states"):  # keep an empty list, because Lightning reads the key
+            if states := checkpoint.get("optimizer_states"):  # Lightning needs the key even if the list is empty
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
-            bare = snapshot.with_tensors({})  # without tensors, so that temporary ones are freed after the copy
+            bare = snapshot.with_tensors({})  # the closure below must not keep tensors alive after the copy
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()

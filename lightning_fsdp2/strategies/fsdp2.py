@@ -102,7 +102,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def setup_module(self) -> None:
         if self.config.patch_is_packed_sequence:
-            # patch until teardown, to cover backward too, where activation checkpointing recomputes layers
+            # keep the patch until teardown, because activation checkpointing runs the layers again in backward
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
@@ -111,7 +111,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def teardown(self) -> None:
         self._patches.close()
         if self.lightning_module is not None:
-            # context parallelism may be active even if `setup` was not called, because loading a checkpoint failed
+            # if loading a checkpoint failed, `setup` was not called, but context parallelism may already be active
             deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
@@ -156,7 +156,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # do not defer on a single rank, where a step may return None and so skip the last micro-batch's reduction
+        # Do not defer reductions on a single rank. There, the step of the last micro-batch may return None, so that no
+        # backward would run the deferred reduction.
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
@@ -172,7 +173,7 @@ def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:
 
 
 def _check_only_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a module that the user made only tensor parallel, if data or context parallel ranks would hold copies."""
+    """Refuse a module that the user made tensor parallel but did not shard over data and context parallel ranks."""
     copies = mesh.size() // mesh["tensor_parallel"].size()
     if copies > 1:
         names = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]

@@ -146,7 +146,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         return nullcontext()
 
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
-        """Finish the gradients before a manual optimizer step.
+        """Check and scale the gradients before an optimizer step under manual optimisation.
 
         If the step has a closure, this method runs after the closure, since the closure may run the backward pass.
         """
@@ -318,7 +318,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
         self.resumption.keep_loader_states(self.lightning_module.trainer)
-        end_signal_handling(self.lightning_module.trainer)  # after training, a signal has nothing left to save
+        end_signal_handling(self.lightning_module.trainer)  # after training, nothing is left to save on a signal
 
     @override
     def teardown(self) -> None:
@@ -424,7 +424,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # repeat the base class's code here, because the step region must cover only backward, not the hooks around it
+        # Repeat the base class's code, to put only backward in the step region, where forwards are not checked.
+        # Forwards in the hooks around backward are checked.
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -436,7 +437,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        # under manual optimisation, the optimizer step applies the mean, since another backward may follow this one
+        # Under manual optimisation, scale the gradients only in the optimizer step, since another backward may follow.
         if self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 

@@ -41,8 +41,8 @@ class ShardedPrecision(Precision):
     ``bf16-true``   bfloat16          bfloat16                     float32 reduction, bfloat16 state
     ==============  ================  ===========================  =====================================
 
-    Under ``bf16-mixed`` every model and layer below the LightningModule casts its own inputs and returns float32,
-    except the layers of a ``ModuleList``, which pass bfloat16 on. The batch is not cast, and parameters held by the
+    Under ``bf16-mixed`` every model and layer inside the LightningModule casts its own inputs and returns float32,
+    except the layers of a ``ModuleList``, which return bfloat16. The batch is not cast, and parameters held by the
     LightningModule itself stay in float32.
 
     Args:
@@ -153,7 +153,7 @@ def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
     """Yield the buffers of Hugging Face models that must stay in float32, as (module, name, buffer).
 
     Non-persistent buffers stay in float32, since rounding errors in rotary frequencies, for example, grow with the
-    position in the sequence. So do buffers that the model's authors keep in float32, such as a router's correction.
+    position in the sequence. So do buffers that the model's authors keep in float32, such as the bias of a router.
     """
     for model in get_hf_models(module):
         yield from get_float32_buffers(model, torch.bfloat16)

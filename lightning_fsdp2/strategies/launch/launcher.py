@@ -58,7 +58,7 @@ class RankLauncher(SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         module: Any = subprocess_script
-        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change a rank's command
+        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change the ranks' commands
         try:
             super()._call_children_scripts()
         finally:
@@ -80,7 +80,7 @@ class RankLauncher(SubprocessScriptLauncher):
 
 
 def is_of_launcher() -> bool:
-    """Return whether a :class:`RankLauncher` has started this process, or has run in it to start other ranks."""
+    """Return whether a :class:`RankLauncher` started this process, or whether this process used one to start others."""
     return RankLauncher.has_started or _LAUNCHED in os.environ
 
 

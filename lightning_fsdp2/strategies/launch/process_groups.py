@@ -103,7 +103,7 @@ def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> D
 
 
 def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the process groups of all views of ``device_mesh``."""
+    """Return the process groups of ``device_mesh`` and of all other views of the same world mesh."""
     return [group for view in get_views(device_mesh) for group in view.get_all_groups()]
 
 
@@ -157,7 +157,10 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:
-    """Return whether the default group uses ``backend`` on ``device``, and on the CPU if ``backend`` covers the CPU."""
+    """Return whether the default group already uses ``backend``.
+
+    Its backend for ``device`` must be the same. So must its backend for the CPU, if ``backend`` names one for the CPU.
+    """
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())
     )

@@ -89,7 +89,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             " nodes that have no logs."
         ) from error
     if fault:
-        with suppress(dist.DistError):  # let all ranks read the fault before rank 0, which hosts the store, exits
+        with suppress(dist.DistError):  # let all ranks read the error before rank 0, which hosts the store, exits
             if store.add(_NUMBER, 1) == 2 * world_size:
                 store.set(_ALL_KNOW, "")
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
@@ -113,7 +113,7 @@ def tell_differences(descriptions: Sequence[Mapping[str, str]], hosts: Sequence[
         hosts: Host names of all ranks.
 
     Returns:
-        The description, or an empty text if the ranks do not differ.
+        The description, or an empty string if the ranks do not differ.
     """
     names = dict.fromkeys(name for description in descriptions for name in description)
     differences = [name for name in names if len({description.get(name) for description in descriptions}) > 1]
@@ -190,12 +190,12 @@ def _say_who_came(store: Store, world_size: int) -> str:
 
 
 def _read_arrivals(store: Any) -> list[tuple[int, str, dict[str, str]]]:
-    """Return the rank, host and ``run`` of each rank that has reached the store, in order of arrival."""
+    """Return rank, host and values of ``run`` for each rank that has reached the store, in order of arrival."""
     return [json.loads(line) for line in store.get(_CAME).splitlines()]
 
 
 def _find_fault(arrivals: Sequence[tuple[int, str, dict[str, str]]], world_size: int) -> str:
-    """Return the error message for ranks that cannot form a run together, or an empty text if they can."""
+    """Return the error message for ranks that cannot form a run together, or an empty string if they can."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     if [rank for rank, _, _ in arrivals] != list(range(world_size)):
         came = ", ".join(f"{rank} ({host})" for rank, host, _ in arrivals[:_MOST_LISTED])

@@ -183,7 +183,7 @@ class Checkpoints:
 
     def _wait_for_all_ranks(self, trainer: "Trainer", purpose: str, remedy: str) -> None:
         self._world.set_group_timeout(None)  # the full timeout, since the slowest rank may take a long time to write
-        # fail before the timeout of collectives, in which other ranks may be waiting
+        # time out sooner than the collectives in which other ranks may be waiting
         timeout = self._world.timeout / 2
         if trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)

@@ -28,7 +28,7 @@ class Evaluation:
         self._missing: dict[float, int] = {}
 
     def leave_inference_mode(self, trainer: Any) -> None:
-        """Make the Trainer evaluate under ``no_grad`` instead of inference mode. The Trainer's ledger reverts this."""
+        """Make the Trainer evaluate under ``no_grad`` instead of inference mode, until the strategy's teardown."""
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             get_ledger(trainer).replace(
                 loop, "inference_mode", False, reason="parameters gathered in it could not be trained"

@@ -23,7 +23,7 @@ def take_over(
 ) -> None:
     """Replace methods of ``callback``, so that it saves on all ranks, after optimizer steps, and at the end of a fit.
 
-    The Trainer's ledger restores the methods.
+    The original methods are restored when the stage of the Trainer ends.
 
     Args:
         callback: Callback whose methods are replaced.

@@ -47,7 +47,7 @@ class Steps:
             self.is_accumulating = False
 
     def apply_token_mean(self, module: LightningModule, *, averages_gradients: bool) -> None:
-        """Scale the gradients, so that they are those of the mean loss over the tokens of all ranks and micro-batches.
+        """Scale the gradients to match a loss that is the mean over the tokens of all ranks and micro-batches.
 
         Args:
             module: Module that is trained.
@@ -68,7 +68,7 @@ class Steps:
         finish_gradients: Callable[[], None],
         wait_for_copies: Callable[[], None],
     ) -> Callable[[], Any]:
-        """Wrap the closure of an optimizer step, to finish gradients and wait for copies between backward and the step.
+        """Extend an optimizer step's closure to finish the gradients and wait for a background save's copies.
 
         Args:
             module: Module that is trained.

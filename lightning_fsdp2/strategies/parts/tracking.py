@@ -184,7 +184,7 @@ class _Row:
 def log_whole_values(module: LightningModule) -> None:
     """Make the module's ``log`` method gather sharded values, such as the norm of a sharded parameter.
 
-    A ``log`` method that the user has replaced stays as it is. The Trainer's ledger restores the original method.
+    A ``log`` method that the user has replaced stays as it is. The original method is restored at teardown.
     """
     if not has_own(module, "log"):
         log = partial(_log_whole, type(module).log, module)

@@ -36,7 +36,7 @@ class SharedBuffers:
 
 
 def move_to_device(root: LightningModule, device: torch.device) -> None:
-    """Move all content of ``root`` that is not sharded to ``device``: buffers, metrics, and unsharded parameters."""
+    """Move the unsharded content of ``root`` to ``device``: buffers, metrics, and parameters that are not sharded."""
     for parameter in root.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
