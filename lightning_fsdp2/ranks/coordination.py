@@ -130,6 +130,6 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
     try:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:  # the process of the rank that holds the store has ended
+    except RuntimeError:  # the process that holds the store has ended
         return ""
     return f": {'ranks' if len(missing) > 1 else 'rank'} {describe_ranks(missing)} did not" if missing else ""

@@ -105,7 +105,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
 
     @override
     def share_buffers(self) -> None:
-        # the strategy shares buffers itself, because torch's DDP shares them only in some micro-batches
+        # the strategy broadcasts buffers itself, because torch's DDP does so only in some micro-batches
         if self.config.broadcast_buffers:
             super().share_buffers()
 

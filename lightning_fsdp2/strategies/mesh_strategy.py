@@ -415,7 +415,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # Share buffers in every step. Otherwise training would depend on how often evaluations and saves share them.
+        # Broadcast buffers in every step. Otherwise training would depend on how often evaluations and saves do so.
         self.share_buffers()
         # poll often, so that the actions waiting for a background save run soon after it is complete
         self.checkpoint_io.poll()

@@ -64,7 +64,7 @@ class ShardedPrecision(Precision):
         """Total norm of the gradients before the last clipping by norm. [] float32."""
         self.norm_observers: list[Callable[[Tensor], None]] = []
         """Functions to call with ``gradient_norm`` after each clipping by norm, before the optimizer step."""
-        # use Lightning's own plugin for bf16-true, which creates tensors in bfloat16
+        # for bf16-true, use Lightning's own plugin, which creates tensors in bfloat16
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @property

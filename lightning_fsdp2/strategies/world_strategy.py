@@ -67,7 +67,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh ``(data_parallel, context_parallel, tensor_parallel)``, also ``LightningModule.device_mesh``."""
+        """The mesh ``(data_parallel, context_parallel, tensor_parallel)``. A module has it as ``self.device_mesh``."""
         return get_mesh(self.full_device_mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
 
     @property

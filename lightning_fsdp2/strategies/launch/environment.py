@@ -83,7 +83,7 @@ def check_variables(environment: ClusterEnvironment | None, devices: int, nodes:
 
 
 def _check_tasks_of_slurm(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
-    """Check that SLURM has started one task per rank. Lightning only checks the options of ``sbatch``."""
+    """Check that SLURM has started one task per rank. Lightning itself checks only the options of ``sbatch``."""
     tasks = environment.world_size()
     if isinstance(environment, SLURMEnvironment) and tasks != nodes * devices:
         raise ValueError(

@@ -82,7 +82,7 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # process groups keep using the store
+        store.set_timeout(timeout)  # process groups will use the store, too
     dist.init_process_group(
         backend,
         store=store,

@@ -83,7 +83,7 @@ class _ShortenedLoader(_LoaderWrapper):
 class _StatefulShortenedLoader(_ShortenedLoader):
     """Shortened loader whose position can be saved and restored.
 
-    After the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
+    After the last batch, the saved state is the start of a new epoch, even if the wrapped loader has batches left.
     """
 
     has_global_position = False  # the saved position counts only this rank's batches
@@ -158,7 +158,7 @@ class _StatefulLockstepLoader(_LockstepLoader):
     The wrapped loader is one batch ahead of this position, because Lightning prefetches a batch if the length is
     unknown.
 
-    After the last batch, the state is that of a new epoch, even if the wrapped loader has batches left.
+    After the last batch, the saved state is the start of a new epoch, even if the wrapped loader has batches left.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup, may_drop: bool, guessed_length: int | None) -> None:
