@@ -1,1 +1,1 @@
-"""Passes over a model, one per file. A pass is a function of (model, mesh, settings) and knows nothing of Lightning."""
+"""Sharding, compilation and other changes to a model, and losses of sharded models. Nothing here imports Lightning."""

@@ -302,13 +302,13 @@ def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
         window = int(is_seen(last).sum())
         queries = {0, 1, last // 3, last // 2, min(window, last), last}
         is_window = all(torch.equal(is_seen(query), (keys <= query) & (keys > query - window)) for query in queries)
-    except (IndexError, RuntimeError):  # raised by mask functions that read tensors, because these may be split
+    except (IndexError, RuntimeError):  # raised if the function reads a tensor that holds only a part of the sequence
         return None
     return window if is_window else None
 
 
 class _Attention:
-    """Attention function for transformers.
+    """Attention function of context parallel models, which is registered in transformers.
 
     With a :class:`SequenceMask`, it attends to the whole sequence. With any other mask, it calls the original function.
     """

@@ -103,7 +103,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """Block in which every query sees all keys, the n-th query sees the first n keys, or a mask decides."""
+    """Block of queries, together with the range of keys that they may see.
+
+    Every query sees all of these keys, or the n-th query sees the first n, or ``mask`` says which keys each query sees.
+    """
 
     rows: slice
     """Queries of the block, as indices among the rank's queries."""
@@ -133,7 +136,7 @@ class SegmentBlock:
     """End of the range of keys that the block may need. It is the same in every sequence."""
 
     key_starts: Tensor
-    """[batch], int64, in host memory: the position of the first key in each sequence that the block needs."""
+    """[batch], int64, in host memory: the position of the first key that the block needs in each sequence."""
 
     query_ends: Tensor
     """[segments + 1], int32: 0, followed by the cumulative number of queries up to the end of each segment."""

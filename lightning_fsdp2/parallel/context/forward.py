@@ -87,7 +87,7 @@ class ShardedForward:
         given = {name: value for name, value in given.items() if value is not None}
         if not self.sharding.is_active or _is_generating(given):
             return forward(*args, **kwargs)
-        if is_running_sharded():  # the model's own forward has called the base model
+        if is_running_sharded():  # called by the outer model's forward, which has already split the inputs
             return self._gather_router_logits(forward(*args, **kwargs))
         inputs = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
@@ -132,14 +132,15 @@ class ShardedForward:
             if SequenceMask.__name__ not in str(error):
                 raise
             raise self._make_error(
-                f"computes with its attention mask, which is not a tensor in context parallelism ({error})"
+                "uses its attention mask as a tensor, but context parallelism replaces the mask with another object"
+                f" ({error})"
             ) from error
         finally:
             for hook in hooks:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # a list without any attention may hold projections, which is fine if the layers of another list attend
+            # a list of layers without attention may hold projections; this is fine if the layers of another list attend
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
                     f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; this"
@@ -154,7 +155,10 @@ class ShardedForward:
         return [] if any(is_module_compiled(layer) for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
-        """Refuse arguments that only make sense for whole sequences, and drop the arguments in ``_PACKED``."""
+        """Refuse arguments that only make sense for whole sequences, and drop flash attention's arguments for packing.
+
+        Context parallel attention finds packed documents by their position ids instead.
+        """
         for name, reason in _REFUSED.items():
             if name in given and given[name] is not False and not (name == "use_cache" and torch.is_grad_enabled()):
                 raise self._make_error(f"was given {name}, {reason}; leave it out, or use cp_size=1")
@@ -180,8 +184,8 @@ class ShardedForward:
     def _take_documents(self, given: dict[str, Any], inputs: Tensor) -> tuple[Documents | None, Tensor | None]:
         """Remove the attention mask from ``given``, and return the batch's documents and its padding.
 
-        As in transformers, documents begin where position ids restart, but only if there is no attention mask. To read
-        the position ids or the mask, the CPU waits for the device once, which it also does in transformers.
+        As in transformers, documents begin where position ids restart, but only if there is no attention mask. Reading
+        the position ids or the mask makes the CPU wait for the device once, as it does in transformers.
         """
         batch, length = inputs.shape[:2]
         mask, positions = given.pop("attention_mask", None), given.get("position_ids")
@@ -326,7 +330,7 @@ class WholeRotary:
 
 
 class _ShardedLoss:
-    """Conversion of the loss that a model computes from this rank's labels to the loss over all positions."""
+    """Conversion of a model's loss over this rank's labels into the loss over all labels."""
 
     def __init__(self, forward: ShardedForward) -> None:
         self.forward = forward

@@ -43,7 +43,7 @@ def segment_attention(
         query: [queries, heads, dim], in the order of the segments.
         key: [batch, positions, key-value heads, dim].
         value: [batch, positions, key-value heads, value dim].
-        key_starts: [batch], position of the first key in each sequence that the block needs.
+        key_starts: [batch], position of the first key that the block needs in each sequence.
         query_ends: [segments + 1], 0 and the cumulative number of queries up to the end of each segment.
         key_ends: [segments + 1], 0 and the cumulative number of needed keys up to the end of each segment.
         most_queries: Largest number of queries in a segment.

@@ -50,7 +50,7 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
 
 
 def check_end(root: nn.Module, end: End) -> None:
-    """Check, together with all other ranks, that every rank has left the last part of ``root`` and reached ``end``.
+    """Check, together with all other ranks, that every rank has reached the event ``end`` after the last part.
 
     This does nothing if :func:`check_branches` found that ranks cannot enter different parts.
 

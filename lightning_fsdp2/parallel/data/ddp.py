@@ -1,4 +1,4 @@
-"""DDP for a module whose trained parameters may change, for example because callbacks freeze and unfreeze them.
+"""DDP for a module whose parameters may be frozen and unfrozen during training, for example by callbacks.
 
 torch's reducer knows only the parameters that required a gradient when it was built. It never reduces parameters that
 are unfrozen later, and it waits for those that are frozen later. Neither case raises an error when it happens, and each
@@ -25,7 +25,7 @@ class Replica:
         module: Module that is trained on every rank.
         wrap: Function that makes the DDP wrapper. All ranks already have the same weights when it is called.
         group: Process group of the ranks that train the module.
-        before_wrapping_again: Function that is called before the wrapper is replaced, which all ranks must do together.
+        before_wrapping_again: Function to call before the wrapper is replaced, for example to wait for other ranks.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Replica:
         """
         if self.wrapper is None or not self.wrapper.require_backward_grad_sync:
             return
-        # With a static graph, torch reduces the first gradients only if the backward starts from the wrapper's output.
-        # A manual backward runs inside `training_step`, before the wrapper has an output.
+        # With a static graph, torch reduces the gradients of the first backward only if this backward starts from the
+        # wrapper's output. A manual backward runs inside `training_step`, without such an output, so reduce them here.
         finish_static_graph(self.wrapper, reduces_all=self._is_learning and is_manual)
         self._is_learning = False
 
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
         """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
-        # With a static graph, torch records the graph only in a backward that reduces gradients.
-        # The first micro-batch is therefore reduced. Averaging its gradients again later does not change them.
+        # With a static graph, torch records the graph only in a backward that reduces gradients, so the first
+        # micro-batch must reduce its gradients. They are averaged again later, which does not change them.
         with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
             yield
 
@@ -123,7 +123,7 @@ def reduce_in_float32(
 
     Args:
         group: Process group of the ranks whose mean is taken.
-        bucket: Bucket of gradients; torch requires the annotation.
+        bucket: Bucket of gradients. torch allows no other type annotation for this argument.
     """
     wide = bucket.buffer().float().div_(group.size())
     work = dist.all_reduce(wide, group=group, async_op=True)

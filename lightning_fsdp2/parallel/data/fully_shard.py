@@ -52,7 +52,7 @@ def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks:
     """Refuse a ``reshard_after_forward`` that does not divide ``ranks``, the number of ranks that hold shards.
 
     Raises:
-        ValueError: If ``ranks`` is not divisible by it; the message lists the divisors of ``ranks``.
+        ValueError: If ``reshard_after_forward`` does not divide ``ranks``. The message lists the divisors of ``ranks``.
     """
     if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
         divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
@@ -79,8 +79,8 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
             if ahead:
                 module.set_modules_to_forward_prefetch(ahead)
             if backward_depth > 0:
-                # With an empty list, torch would guess, and might gather an embedding that backward does not need.
-                # The root is gathered already, so naming it costs nothing.
+                # With an empty list, torch would choose a unit, perhaps an embedding that backward does not need.
+                # The root is already gathered, so prefetching it costs nothing.
                 module.set_modules_to_backward_prefetch(behind or [plan.units[-1].modules[0]])
 
 
@@ -186,7 +186,7 @@ def _reshard_units(modules: Iterable[FSDPModule]) -> None:
 
 
 class _Unregistered(FSDPModule):
-    """FSDP2's class, but with an ``__init_subclass__`` that does nothing, so that the user's own is not called."""
+    """``FSDPModule`` with an ``__init_subclass__`` that does nothing, so that the user's own is not called."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass

@@ -81,7 +81,7 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
     """Return the norm of all gradients together.
 
     Each element counts once, even if several ranks hold a copy. Norms are accumulated in float32. One scalar is
-    communicated per group of parameters that share a mesh and its sharded axes, and one between replicas (HSDP).
+    communicated for all parameters that are sharded over the same axes of a mesh, and one between replicas (HSDP).
     """
     parameters = list(parameters)
     _reduce_partial(parameters)
@@ -244,7 +244,7 @@ def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; 0 without any."""
+    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; 0 if it has none."""
     powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
     for group in _group_for_foreach(gradients):
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)

@@ -56,7 +56,7 @@ class Unit:
 
 @dataclass(kw_only=True)
 class UnitPlan:
-    """All units of a model, inner ones first, and the chains of units that gather weights ahead."""
+    """All units of a model, inner ones first, and the chains along which weights are prefetched."""
 
     units: list[Unit]
     chains: list[list[Unit]]
@@ -103,7 +103,10 @@ def build_unit_plan(
 
 
 def build_layer_units(structure: ModelStructure, *, mesh: DeviceMesh) -> list[Unit]:
-    """Decide on the units of a model's blocks only, all on ``mesh``. Errors are as for :func:`build_unit_plan`."""
+    """Decide on units for only the blocks of a model, all on ``mesh``.
+
+    The errors are the same as those of :func:`build_unit_plan`.
+    """
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, None)]
@@ -202,7 +205,7 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # backward begins in the model that ran last; if that model has layers, its other weights stay gathered
+        # if this model runs last, backward starts with its weights outside the layers, so these stay gathered
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)

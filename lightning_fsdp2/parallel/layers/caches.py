@@ -13,7 +13,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class CacheArguments:
     """Finder of the caches among the arguments of a layer's forward.
 
-    Only caches that the layer fills count. Some layers only read the keys and values of another layer; transformers
+    Caches count only if the layer fills them. Some layers only read the keys and values of another layer; transformers
     marks these layers, and this class finds no caches for them.
     """
 

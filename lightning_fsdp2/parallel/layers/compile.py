@@ -88,7 +88,7 @@ def apply_compile(
 
 
 def is_compiled(structure: ModelStructure) -> bool:
-    """Return whether all layers of a model are compiled, whether by :func:`apply_compile` or by ``layer.compile()``."""
+    """Return whether all layers of a model are compiled, either by :func:`apply_compile` or by ``layer.compile()``."""
     layers = structure.layers
     return bool(layers) and all(is_module_compiled(layer) for layer in layers)
 

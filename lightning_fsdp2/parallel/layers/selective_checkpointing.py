@@ -1,6 +1,6 @@
 """Selective activation checkpointing: layers keep results that are expensive to compute and that backward needs.
 
-These are the results of fused attention, of collectives except all-gathers, and of every second matrix product. To keep
+These are the results of fused attention, of collectives except all-gathers, and of every second matrix product. Keeping
 every second matrix product, as torchtitan does, is a compromise between memory and recomputation. All-gathers are
 recomputed, because their results are as large as a whole sequence.
 

@@ -91,14 +91,14 @@ def compute_chunked_token_losses(
 ) -> Tensor:
     """Compute the cross entropy of each token, with the logits of only one chunk of positions in memory at a time.
 
-    The result is that of ``token_cross_entropy(compute_logits(), labels)``. It can also be computed without gradients.
+    The result equals ``token_cross_entropy(compute_logits(), labels)``. It can also be computed without gradients.
     The gradients are as precise as without chunks, because the gradients of the head's weights are summed over the
     chunks in float32, even for bfloat16 weights.
 
     Args:
         model: A Hugging Face causal language model, or a wrapper of one, sharded or not.
-        compute_logits: Function that calls ``model`` and returns its logits. Only this call matters, not the values of
-            the logits.
+        compute_logits: Function that calls ``model`` and returns its logits. The values of the logits are not used,
+            because the head computes token losses instead during this call.
         labels: [batch, sequence], int64. Position t holds the label for the logits at position t.
         tail: Result of :func:`trace_logits_tail`, which was called before the model was sharded.
         chunk_size: Number of positions in a chunk, in all sequences together.
@@ -141,7 +141,7 @@ def compute_chunked_token_losses(
         output = compute_logits()
     if len(results) != 1:
         raise _make_error(hf_model, f"it called its head {len(results)} times")
-    # also return the model's output to autograd: its gradient is zero, but makes FSDP2 gather weights for backward
+    # keep the model's output in the autograd graph: its gradient is zero, but makes FSDP2 gather weights for backward
     return torch.where(torch.ones((), dtype=torch.bool, device=labels.device), results[0], output)
 
 
@@ -244,7 +244,7 @@ class _TracedLogits(Tensor):
 
 
 class _BaseOutput:
-    """Placeholder for the output of any base model, which has hidden states. Every other attribute is None."""
+    """Placeholder for a base model's output. It has only the hidden states; every other attribute is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

@@ -1,6 +1,6 @@
 """Mean of a loss over all label tokens of an optimizer step, on all ranks and in all micro-batches.
 
-To average the mean losses of ranks and micro-batches would be wrong, because tokens in micro-batches with few labels
+Averaging the mean losses of ranks and micro-batches would be wrong, because tokens in micro-batches with few labels
 would count more than others. The right divisor is the number of label tokens in the whole step, which is known only
 after the last micro-batch. Backward therefore starts from the *sum* of the token losses, divided by a fixed constant.
 The gradients are divided by the number of label tokens once, after they are reduced and before clipping and the
@@ -26,7 +26,7 @@ _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
 
 @dataclass
 class TokenWindow:
-    """Sums over this rank's label tokens since the last optimizer step, as tensors on the device."""
+    """Loss sum and number of this rank's label tokens since the last optimizer step, as tensors on the device."""
 
     loss_sum: Tensor
     """Sum of the token losses. [] float64."""
@@ -62,7 +62,7 @@ def token_mean_loss(
 ) -> Tensor:
     """Compute a cross entropy that is averaged over all label tokens of the optimizer step.
 
-    After backward, :func:`apply_token_mean_` must scale the gradients to those of this mean. The strategies of this
+    After backward, :func:`apply_token_mean_` must turn the gradients into those of this mean. The strategies of this
     package call it for every ``module`` that was passed to this function. In a plain torch loop, call it yourself after
     the last backward of each step.
 
@@ -109,7 +109,7 @@ def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) ->
 def apply_token_mean_(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, loss_divisor: float = 1.0
 ) -> TokenMean | None:
-    """Scale the gradients of :func:`token_mean_loss` to those of the mean over all label tokens of the step.
+    """Scale the gradients of :func:`token_mean_loss`, so that they are the gradients of the step's mean loss per token.
 
     Also reset the running sums. Call this function on every rank, once per optimizer step, after the last backward and
     before clipping. It needs one all-reduce of two numbers, and scales the gradients in place. The CPU does not wait

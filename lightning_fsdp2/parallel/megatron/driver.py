@@ -2,7 +2,7 @@
 
 Without a driver, megatron-fsdp finds the backward with hooks on the tensors in a model's output, and replaces methods
 of the optimizer. The hooks only work with some forms of output. The replaced methods only work if optimizers and
-schedules are made in a certain order. The driver therefore removes these hooks, and calls the wrapper itself.
+schedulers are made in a certain order. The driver therefore removes these hooks, and calls the wrapper itself.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class _Slot(NamedTuple):
-    """Place where a module holds a parameter, with the raw and the distributed parameter that take turns there."""
+    """Place where a module holds a parameter: the raw one for forward and backward, the distributed one otherwise."""
 
     holder: dict[str, nn.Parameter | None]
     name: str
@@ -99,7 +99,7 @@ class Driver:
     def expect_writes(self) -> None:
         """Prepare for writes to the distributed parameters, so that the next forward uses the new values.
 
-        Call it if autograd does not count the writes as in-place changes, because the driver would not notice them.
+        Call it if autograd does not count the writes as in-place changes. The driver cannot notice such writes.
         """
         self.install_distributed_parameters()
         self._is_stale = True
@@ -271,7 +271,8 @@ class Driver:
     def _warn_of_unused(self) -> None:
         """Warn once about parameters that the loss does not use, after the backwards of the first step.
 
-        Without Megatron-FSDP, such a parameter has no gradient, and optimizers do not change it.
+        Megatron-FSDP gives such a parameter a gradient of zero, so weight decay or momentum may change it. Without
+        Megatron-FSDP, it has no gradient, and optimizers do not change it.
         """
         if self._unused and not self._has_warned:
             warnings.warn(

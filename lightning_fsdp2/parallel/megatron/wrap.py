@@ -120,7 +120,7 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
 
 def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
     """Return the classes of modules that become units: those of all layers, and torch's attention."""
-    # torch's attention reads the weights of its projection without calling it, so a separate unit is never gathered
+    # the projection inside torch's attention cannot be a unit, because its weights are read without calling it
     attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
     return list({type(module): None for module in [*structure.layers, *attentions]})
 

@@ -188,7 +188,7 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
 
 
 def _check_results(model: MatchedModel) -> None:
-    """Check that each child of a layer that has column-wise projections also sums its results over the ranks.
+    """Check that each child of a layer sums its results over the ranks if it contains column-wise projections.
 
     Projections that are direct children of the layer are checked together.
     """

@@ -472,7 +472,7 @@ def make_recurrent() -> nn.Module:
         ),
         (make_registering, lambda model: model(**make_batch()), "attends from 9 to 9 positions"),
         (make_roberta, lambda model: model(**make_batch()), "pass position_ids"),
-        (partial(make_model, "doge"), lambda model: model(**make_batch()), "computes with its attention mask"),
+        (partial(make_model, "doge"), lambda model: model(**make_batch()), "uses its attention mask as a tensor"),
     ],
     ids=["no-shift-labels", "recurrence", "register", "positions", "mask-of-its-own"],
 )

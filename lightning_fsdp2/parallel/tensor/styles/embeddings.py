@@ -20,7 +20,7 @@ class VocabularyEmbedding(Style):
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
-        # gradients of other parameters, such as those of a norm of the result, come only from this rank's tokens
+        # other parameters, such as those of a norm, only see this rank's tokens, so their gradients are summands
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
