@@ -110,7 +110,8 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply all gradients by a scalar tensor in place, without waiting for its value.
 
-    The factor is not rounded to the dtype of a gradient. Only the product is, so each element is rounded once.
+    For gradients in low precision, the product is rounded to their dtype but the factor is not, so that each element is
+    rounded only once.
     """
     for group in _group_for_foreach(_local_gradients(parameters)):
         device, dtype = group[0].device, group[0].dtype

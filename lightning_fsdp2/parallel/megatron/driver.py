@@ -1,6 +1,6 @@
 """Driver that calls Megatron-FSDP's wrapper around each backward and after each optimizer step.
 
-Without a driver, megatron-fsdp finds the backward with hooks on the tensors in a model's output, and replaces methods
+Without a driver, megatron-fsdp detects the backward with hooks on the tensors in a model's output, and replaces methods
 of the optimizer. The hooks only work with some forms of output. The replaced methods only work if optimizers and
 schedulers are made in a certain order. The driver therefore removes these hooks, and calls the wrapper itself.
 """

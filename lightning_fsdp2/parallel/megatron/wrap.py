@@ -242,7 +242,7 @@ def apply_megatron_fsdp(
 
 
 def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
-    """Build megatron-fsdp's mixed-precision policy: dtypes of main weights and of gradient sums and reductions."""
+    """Build megatron-fsdp's mixed-precision policy: dtypes of main weights, gradient sums and communication."""
     main = torch.float32 if config.preserve_fp32_weights else None
     reduced = torch.float32 if config.grad_reduce_in_fp32 else None
     # bfloat16 weights that the optimizer updates directly need bfloat16 gradients

@@ -31,7 +31,7 @@ class ShardedNorm(Style):
         return {(module, "weight"): Layout(placement=Shard(0))}
 
     def install(self, module: Any, scope: Scope) -> None:
-        if hasattr(module, "normalized_shape"):  # only torch's own norm checks the shape of its input
+        if hasattr(module, "normalized_shape"):  # torch's own norm compares its input's shape with this attribute
             module.normalized_shape = (module.normalized_shape[0] // scope.group.size(),)
         super().install(module, scope)
 
