@@ -21,7 +21,7 @@ def consolidate_checkpoint(
     verify: bool = True,
     trust_checkpoint: bool = False,
 ) -> None:
-    """Convert a checkpoint directory to a single file, like those of Lightning's strategies that do not shard.
+    """Convert a checkpoint directory to a single file in the format of Lightning's strategies that do not shard.
 
     Any strategy can resume from the file, and ``LightningModule.load_from_checkpoint`` reads it. The conversion runs in
     one process, which needs host memory for the whole checkpoint. In a process group, call this on one rank only.

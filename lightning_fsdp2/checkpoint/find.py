@@ -63,7 +63,7 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
 def get_files(path: AnyPath) -> dict[str, dict[str, Any]]:
     """Return the sizes and checksums of a directory's files by name, or an empty dict if other software wrote it.
 
-    Files with tensors have only a size here, because each of their chunks has its own checksum elsewhere. In version 2
+    Files with tensors have only a size here, because ``checksums.json`` has the checksums of their chunks. In version 2
     of the format, these files have a checksum too.
     """
     if not (path / SUMMARY_FILE).exists():
@@ -91,7 +91,7 @@ def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
 def _is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # damage can make the file look like an archive in several parts
+    except zipfile.BadZipFile:  # raised for a damaged file that looks like an archive in several parts
         return False
 
 

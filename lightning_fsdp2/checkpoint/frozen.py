@@ -60,7 +60,7 @@ def put_back_frozen(
 
     Raises:
         OSError: When the pretrained files of ``module`` can no longer be read.
-        ValueError: When ``module`` has not read these weights from the files of the same pretrained model.
+        ValueError: When ``module`` has not read these weights from the pretrained model that the checkpoint names.
     """
     own = module.state_dict() if left_out else {}
     read = list_frozen(module) if left_out else []
@@ -80,9 +80,9 @@ def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: di
     )
     if not has_all:
         raise ValueError(
-            f"{what}, and this run trains these weights, or has not read them from pretrained files either. Pass that"
-            " model as `pretrained`, with the same `lora` and frozen parameters. If the model has moved, pass its new"
-            " directory."
+            f"{what}, and this run cannot supply them, because it trains them or has not read them from pretrained"
+            " files. Pass that model as `pretrained`, with the same `lora` and frozen parameters. If the model has"
+            " moved, pass its new directory."
         )
     for frozen in sources:
         if frozen.files.fingerprint != part["fingerprint"]:

@@ -98,7 +98,7 @@ def load_model_state(
         with _own_meshes_for_renamed(model):
             model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
-        if "Error(s) in loading state_dict" not in str(error):  # the error comes from a hook of the user
+        if "Error(s) in loading state_dict" not in str(error):  # a user's hook has raised the error
             raise
         name = get_class_name(model)
         remedy = (

@@ -171,7 +171,7 @@ def _name_parameters(
     if not all(isinstance(number, int) for number in numbers):
         return state
     ordered = [name for group in state["param_groups"] for name in group.get("param_names", ())]
-    # use the file's names only if the module has them: a user may have passed `module.part.named_parameters()`
+    # use the file's names only if the module has them: names from `module.part.named_parameters()` lack a prefix
     if len(ordered) != len(numbers) or not known >= set(ordered):
         ordered = [names[number] for group in current for number in group["params"]]
     by_number = dict(zip(numbers, ordered, strict=False))
@@ -196,7 +196,7 @@ def _check_groups(
             " the optimizer of the checkpoint, or load only the weights."
         )
     for group, other in zip(current, saved, strict=True):
-        # another version of torch may have more or fewer options, so refuse only if each side has options of its own
+        # versions of torch differ in options, so refuse only if each side has options that the other side lacks
         unknown = other.keys() - group.keys() - _NO_OPTIONS
         missing = optimizer.defaults.keys() - other.keys()
         if unknown and missing:

@@ -120,7 +120,7 @@ class _Merge:
         return merged
 
     def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the tensors from which the merged tensors ``names`` are computed, with their dtypes while merging."""
+        """Return the tensors from which the merged tensors ``names`` are computed, and the dtypes to merge them in."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
         # return the tensors in the model's order, which is the same on every rank

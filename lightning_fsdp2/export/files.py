@@ -1,4 +1,4 @@
-"""Layout of a stored model: its files, the tensors in each file, and the tensors from which these are computed."""
+"""Layout of a stored model: its files, the tensors stored in each file, and how these are computed from the model."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

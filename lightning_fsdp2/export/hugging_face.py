@@ -95,7 +95,7 @@ def export_hf(
         OSError: When ``out`` cannot be created, the disk does not have enough free space, or ``tokenizer`` cannot be
             loaded.
         FileNotFoundError: When the checkpoint does not exist, or when it leaves out frozen weights of a pretrained
-            model that does not exist.
+            model whose directory does not exist.
         RuntimeError: When a file cannot be written, or when a rank does not call this function within half the timeout
             of the process group's collectives. All errors are raised on every rank, and an existing ``out`` is kept.
     """
@@ -305,7 +305,7 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: FileLayout
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
         _stop_at_end_of(tokenizer, skeleton.generation_config)
-        # not `save_pretrained`, which rejects values of published models, such as a temperature without sampling
+        # not `save_pretrained`, which rejects some published configs, such as one with a temperature but no sampling
         skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if len(layout.files) > 1:
         index = {
@@ -340,7 +340,7 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def _load_tokenizer(tokenizer: Any, default: str) -> Any:
-    """Load ``tokenizer`` if it is a directory or a hub id. For None, load the one of ``default`` if there is one."""
+    """Load ``tokenizer`` if it is a directory or hub id; if it is None, load the tokenizer at ``default``, if any."""
     from transformers import AutoTokenizer
 
     if isinstance(tokenizer, str | Path):

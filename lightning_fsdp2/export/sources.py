@@ -152,7 +152,7 @@ class _Base:
     description: Description
 
     def specs(self, stored: Mapping[str, Tensor], skeleton: nn.Module) -> dict[str, Tensor]:
-        """Return the left-out weights as meta tensors, in the dtype of ``stored``, since a run has one dtype."""
+        """Return the left-out weights as meta tensors with the dtype of ``stored``, the weights in the checkpoint."""
         own = skeleton.state_dict()
         dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
         return {name: own[name].to(dtype=dtype) for name in self.names}
@@ -198,7 +198,7 @@ class _Gather:
             if rank == get_rank() and failure is None:
                 try:
                     gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # raise it after the loop, since every gather needs all ranks
+                except Exception as error:  # raise the error after the loop, since every gather needs all ranks
                     gathered, failure = {}, error
         if failure is not None:
             raise failure
@@ -254,9 +254,9 @@ def _check_readable(specs: Mapping[str, Tensor], skeleton: "PreTrainedModel", de
     has_adapters = description.get("has_adapters") or any(".base_layer." in name for name in specs)
     if has_adapters and len(description.get("adapters", ())) != 1:
         raise ValueError(
-            f"The {type(skeleton).__name__} has peft adapters other than one LoRA in a PeftModel, which cannot be"
-            " exported. Save the adapters with peft's `save_pretrained`. Or, except for prompt tuning, merge them in"
-            " one process with `merge_and_unload`, and export the result."
+            f"The {type(skeleton).__name__} has peft adapters that cannot be exported: only a single LoRA adapter in a"
+            " PeftModel can. Save the adapters with peft's `save_pretrained`. Or, except for prompt tuning, merge them"
+            " in one process with `merge_and_unload`, and export the result."
         )
     problems = {
         "missing": expected.keys() - specs.keys(),

@@ -149,7 +149,7 @@ class WandbLogger(loggers.WandbLogger):
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
-            self._set_id(secrets.token_hex(4))  # the directory of ModelCheckpoint is named after the id
+            self._set_id(secrets.token_hex(4))  # set an id now, since ModelCheckpoint names its directory after it
 
     def release(self) -> None:
         """Allow the run to start, after :meth:`hold` has postponed the start."""
@@ -214,7 +214,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         try:
-            wandb.teardown()  # otherwise W&B's service would retry, and reject the id
+            wandb.teardown()  # stop W&B's service, which would otherwise keep retrying and reject the id
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
@@ -243,7 +243,7 @@ class WandbLogger(loggers.WandbLogger):
         path, step = get_last_saved(checkpoint_callback)
         aliases = ["latest", f"step-{step}"]
         metadata: dict[str, Any] = {"step": step, "path": path}
-        # a callback that monitors the step or epoch, to keep the newest checkpoints, calls every new one the best
+        # if ModelCheckpoint monitors the step or epoch, to keep the newest checkpoints, every new one is its "best"
         monitor, score = checkpoint_callback.monitor, checkpoint_callback.current_score
         if monitor not in (None, "step", "epoch") and score is not None:
             metadata[monitor] = float(score)

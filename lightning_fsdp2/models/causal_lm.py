@@ -160,9 +160,8 @@ class CausalLM(LightningModule):
             self._logits_tail = trace_logits_tail(self.model)
 
     def _check_causal(self) -> None:
-        if (
-            type(self).training_step is CausalLM.training_step
-        ):  # with a different loss, tokens may attend to later tokens
+        # a subclass with its own `training_step` may have a loss for which tokens may attend to later tokens
+        if type(self).training_step is CausalLM.training_step:
             source = "config=..." if self.pretrained is None else f"pretrained={self.pretrained!r}"
             check_causal(self.hf_config, source)
 
@@ -275,7 +274,7 @@ class CausalLM(LightningModule):
             return self(**inputs)
 
     def _treat_documents(self, inputs: Batch) -> AbstractContextManager[None]:
-        # Let the data module decide instead of the batch, so that all ranks decide the same.
+        # Ask the data module, not the batch, whether to separate documents, so that all ranks do the same.
         # On some ranks, a batch may have no boundary between documents.
         datamodule = getattr(self._trainer, "datamodule", None)
         if getattr(datamodule, "separate_documents", False):
@@ -326,7 +325,8 @@ class CausalLM(LightningModule):
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            self._learning_rate = float(optimizer.param_groups[0]["lr"])  # before the schedule changes the rate
+            # read the rate before the schedule changes it
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def configure_gradient_clipping(
         self,

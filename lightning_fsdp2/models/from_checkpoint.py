@@ -36,8 +36,8 @@ def load_from_checkpoint(
     """Build ``cls`` from the hyper-parameters in a checkpoint and load its weights, without a Trainer or other ranks.
 
     This function works like ``LightningModule.load_from_checkpoint``, but also reads checkpoint directories. A model
-    that ``configure_model`` builds on the meta device gets the checkpoint's weights. Modules initialise their buffers
-    that are not in the checkpoint::
+    that ``configure_model`` builds on the meta device gets the checkpoint's weights. Buffers that are not in the
+    checkpoint are initialised by their modules::
 
         module = load_from_checkpoint(CausalLM, "checkpoints/last.ckpt").eval()
 
@@ -76,7 +76,7 @@ def load_from_checkpoint(
         return cast(T, load_from_state(cls, checkpoint, **kwargs))
     left_out = checkpoint.pop(LEFT_OUT_KEY, [])
     is_strict = strict
-    if left_out:  # these weights are loaded later, from the pretrained files
+    if left_out:  # the left-out weights are loaded later, from the pretrained files
         strict = False
     try:
         with warnings.catch_warnings():

@@ -241,7 +241,7 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
         if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
-        # Accept old names of fields: the config translates an old name, so the field with the new name changes.
+        # Accept the old name of a renamed field: it changes the value of another field, the one with the new name.
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
             raise ValueError(
                 f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. Its fields are"

@@ -1,9 +1,9 @@
 """Trial runs of a small copy of a language model, to find out properties that its config does not reveal.
 
-A trial answers two questions. Do tokens attend to later tokens, which they should learn to predict? Does the model
-accept more positions than its config specifies? Configs answer these questions in different ways, or not at all. So
-a copy of the config is reduced to two small layers, and a model with the reduced config runs on the CPU, in a fraction
-of a second.
+A trial answers two questions. Do tokens attend to later tokens, although the model should learn to predict those?
+Does the model accept more positions than its config specifies? Configs answer these questions in different ways, or not
+at all. So a copy of the config is reduced to two small layers, and a model with the reduced config runs on the CPU, in
+a fraction of a second.
 """
 
 import copy

@@ -114,7 +114,7 @@ def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
     if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
-    # peft's layers do the same in their constructors; with `init_lora_weights=False`, nothing changes these values
+    # peft's constructors draw these values too; with `init_lora_weights=False`, `reset_lora_parameters` keeps them
     for part in pair:
         part.reset_parameters()
     for parameter in embeddings:

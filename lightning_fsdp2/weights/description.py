@@ -47,7 +47,7 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    # looks for the wrapper of each model, because with prompt or prefix tuning the model itself has no peft layers
+    # start from peft's wrappers, because with prompt or prefix tuning a model itself has no peft layers
     adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
@@ -87,7 +87,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, build_config())
-    skeleton.config = build_config()  # a new config, because building the model adds fields to its config
+    skeleton.config = build_config()  # a fresh config, because building the model adds fields to its own
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:
@@ -181,7 +181,7 @@ def _list_tied(model: Any) -> list[str]:
 
 
 def _to_json(config: Any, default: Any = str) -> dict[str, Any]:
-    # values without a JSON type become text, so that they cannot make the saving of a checkpoint fail
+    # convert values without a JSON type to strings, so that they cannot make saving a checkpoint fail
     return cast(dict[str, Any], json.loads(json.dumps(config.to_dict(), default=default)))
 
 

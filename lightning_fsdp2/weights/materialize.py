@@ -1,7 +1,7 @@
 """Initialise a sharded model that was built on the meta device, without the full model on any rank.
 
-The weights are the same as in one process. Every rank draws the random numbers of a whole parameter and keeps its
-shard, so a seed gives the same model on any mesh. Only one module is whole at a time.
+The weights match those that a single process would draw. Every rank draws the random numbers of a whole parameter and
+keeps its shard, so a seed gives the same model on any mesh. Only one module is whole at a time.
 """
 
 import zlib
@@ -94,7 +94,7 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
 
 @contextmanager
 def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh | None) -> Iterator[None]:
-    """Run the block so that filling a DTensor with random numbers gives the same values as in one process.
+    """Run the block so that filling a DTensor with random numbers gives the same values as in a single process.
 
     The block starts with the random state of the mesh's first rank. At its end, each rank gets its own random state
     back. Every rank must enter the block and draw the same numbers in the same order.
@@ -172,7 +172,7 @@ def _initialize(
 
 @contextmanager
 def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
-    """Run the block with whole parameters instead of the module's own DTensors, and copy their shards at the end.
+    """Run the block with whole parameters in place of the module's own DTensors, then copy shards into the DTensors.
 
     A parameter that already has its values keeps them, for example if a module that shares it was initialised before.
     """
@@ -201,10 +201,11 @@ def copy_shard_(target: DTensor, whole: Tensor) -> None:
 
 
 class _WholeRandomNumbers(TorchDispatchMode):
-    """Dispatch mode in which a DTensor that is filled with random numbers gets its part of a whole tensor's numbers.
+    """Dispatch mode in which filling a DTensor draws random numbers for the whole tensor, and keeps this rank's shard.
 
-    Initialisers need this mode if they also fill parameters of submodules, since only a module's own parameters are
-    whole. DTensor's own random state would give results that depend on the mesh and the device.
+    Initialisers need this mode if they also fill parameters of submodules, since :func:`_whole_parameters` makes only
+    the parameters of the module itself whole. DTensor's own random state would give results that depend on the mesh
+    and the device.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -59,7 +59,7 @@ class PretrainedFiles:
     def fingerprint(self) -> str:
         """Digest of the files' tensors; see :func:`get_folder_fingerprint`.
 
-        It is computed on first use, because it reads a little of every tensor. The files must still exist then.
+        It is computed on first use, because a part of every tensor has to be read. The files must still exist then.
         """
         return get_folder_fingerprint(self.folder)
 
@@ -100,7 +100,7 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
     get_weight_files(folder)
     source = _Source(
         folder=Path(folder),
-        # looked up now, because the lookup uses class names and `fully_shard` changes them
+        # look up conversions now, because the lookup uses class names, which `fully_shard` changes
         conversions=get_model_conversion_mapping(cast(Any, model)),
         allow_missing=[allow_missing] if isinstance(allow_missing, str) else list(allow_missing),
     )
@@ -399,9 +399,9 @@ def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
 
 
 def _forget(root: nn.Module, slots: set[Slot]) -> None:
-    """Remove ``slots`` from the record of the weights that the pretrained files can restore.
+    """Remove ``slots`` (modules and parameter names) from the record of weights that came from pretrained files.
 
-    The weights in these slots were replaced by those in the file of an adapter.
+    The file of an adapter has replaced these weights, so the pretrained files can no longer restore them.
     """
     for module in root.modules():
         if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:
@@ -446,7 +446,7 @@ def _describe(problem: str, names: Collection[str], model: nn.Module | None = No
 
 
 def _shorten(error: str) -> str:
-    """Return the last two lines of transformers' text about a failed conversion: message and failed operation."""
+    """Return the last two lines of transformers' error about a conversion: the message and the failed operation."""
     return " ".join(error.strip().splitlines()[-2:])
 
 

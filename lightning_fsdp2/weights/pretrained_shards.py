@@ -37,7 +37,8 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         model: Model of transformers on the meta device. Its DTensors have their final placements.
         stored: The tensors in the files, by name.
         config: transformers' ``LoadStateDictConfig``.
-        device: Device for the shards. It may be the CPU even for a mesh of GPUs, which the loader alone does not allow.
+        device: Device for the shards. It may be the CPU even for a mesh of GPUs, although transformers' loader does not
+            support this by itself.
 
     Returns:
         transformers' ``LoadStateDictInfo``.
@@ -189,8 +190,8 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # A packed shard has a part of each of the `parts` pieces.
-        # If the loader stacks experts, it cuts each piece too, so the result is right if the numbers of pieces agree.
+        # A packed shard consists of one part of each of the weight's `parts` pieces. When the loader stacks experts, it
+        # also takes a part of each stored piece, so its shard is right if there are as many stored pieces as `parts`.
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()

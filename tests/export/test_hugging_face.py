@@ -445,7 +445,7 @@ def test_a_model_whose_adapters_were_merged_is_exported(tmp_path: Path) -> None:
         (
             lambda: add_two(make_llama()),
             ValueError,
-            "LlamaForCausalLM has peft adapters other than one LoRA",
+            "LlamaForCausalLM has peft adapters that cannot be exported: only a single LoRA",
         ),
         (lambda: add_prompt(make_llama()), ValueError, "LlamaForCausalLM has peft adapters.*save_pretrained"),
         (

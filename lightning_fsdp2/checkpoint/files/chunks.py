@@ -90,7 +90,7 @@ def describe_file(path: AnyPath) -> dict[str, Any]:
 
 
 def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
-    """Return the checksums of a directory's chunks by file and offset. Directories of older versions have none."""
+    """Return the checksums of a directory's chunks by file and offset. Directories from older versions have none."""
     file = path / CHECKSUMS_FILE
     if not file.exists():
         return {}

@@ -37,7 +37,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # the folder's name in older versions; a checkpoint may have the same name
+_OLD_REPLACED = "replaced"  # older versions used this name, which may also be the name of a checkpoint
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -126,7 +126,7 @@ def start_draft(target: AnyPath) -> Draft | StoreDraft:
     """Start writing the checkpoint ``target``, in a file system or in an object store.
 
     Raises:
-        FileExistsError: When ``target`` exists and is not a checkpoint, so that it must not be replaced.
+        FileExistsError: When ``target`` exists and is not a checkpoint. The existing file or folder is kept.
         OSError: When the folder of ``target`` cannot be created or written to.
     """
     _check_replaceable(target)
@@ -249,7 +249,7 @@ def _is_file_expendable(path: AnyPath) -> bool:
 
 
 def _remove_in_place(path: Path) -> None:
-    """Remove a directory in place, for when the disk is too full to move it. Files that every reader needs go first."""
+    """Remove a directory without moving it first, for a full disk. Start with the files that every reader needs."""
     for name in (".metadata", SUMMARY_FILE):
         (path / name).unlink(missing_ok=True)
     shutil.rmtree(path)
@@ -302,7 +302,7 @@ class _Container:
 
 def _clean(container: Path) -> None:
     for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
-        # if there is no draft of the same name, the folder `replaced` is itself the draft of a checkpoint of that name
+        # require a draft of the same name, because a folder called `replaced` may itself be the draft of a checkpoint
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)

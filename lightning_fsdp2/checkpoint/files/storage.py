@@ -256,7 +256,7 @@ def save_plain(value: Any, file: Any) -> None:
 
 
 def warn_of_objects(value: Any) -> None:
-    """Warn once per process if a checkpoint holds objects, because it can then be loaded only by users who trust it.
+    """Warn once per process if a checkpoint holds arbitrary objects, since only users who trust it can then load it.
 
     Args:
         value: Content of the checkpoint. Its tensors are ignored.
@@ -310,7 +310,7 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
         raise make_damage_error(path, error) from error
     try:
         return torch.load(open_archive(), weights_only=False, **options)
-    except RuntimeError as error:  # raised by torch for a damaged archive; the objects raise other types of errors
+    except RuntimeError as error:  # torch's error for a damaged archive; unpickling an object raises other types
         raise make_damage_error(path, error) from error
 
 

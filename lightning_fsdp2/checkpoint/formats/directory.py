@@ -3,8 +3,9 @@
 ::
 
     step=100.ckpt/
-      .metadata, __0_0.distcp, ...   tensors: state_dict.<name>, optimizer_<i>.state.<name>.<key>, and DTensors that
-                                     hooks and callbacks save: metadata.<key> (DCP)
+      .metadata, __0_0.distcp, ...   tensors, written by DCP under the keys state_dict.<name> and
+                                     optimizer_<i>.state.<name>.<key>; DTensors that hooks and callbacks save have the
+                                     keys metadata.<key>
       meta.pt                        everything else; Lightning's ``ModelParallelStrategy`` uses the same name
       checksums.json                 a checksum for each stored part of a tensor
       meta.json                      format version, mesh, versions, sizes of all files and checksums of small files.
@@ -157,7 +158,7 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     drafts: list[Draft | StoreDraft] = []  # only rank 0 appends a draft
 
     def start() -> AnyPath:
-        # start the draft before the check, because this frees the space of dead processes' drafts
+        # start the draft before checking free space: this removes the drafts of dead processes, which frees space
         drafts.append(start_draft(path))
         check_free_space(path, sum(sizes))
         return drafts[0].path
@@ -281,7 +282,7 @@ def _without_warning() -> Iterator[None]:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP load planner that keeps the flat keys, and refuses objects that are not trusted."""
+    """DCP load planner that reads values under their flat keys, and refuses objects that are not trusted."""
 
     def __init__(self, path: AnyPath, trust: bool) -> None:
         super().__init__(flatten_state_dict=False)
@@ -330,7 +331,11 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
 
 
 def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split an optimizer's state into values for DCP, containers, and entries besides states and parameter groups."""
+    """Split an optimizer's state into the part that DCP saves, containers, and additional entries.
+
+    Containers are values that DCP would not restore unchanged, mostly dicts and lists in the states of parameters.
+    Additional entries are those other than ``state`` and ``param_groups``.
+    """
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
     # some optimizers also keep shared values in `state`, and these are not always dicts
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
@@ -344,7 +349,7 @@ def _is_extra_state(name: str, value: Any) -> bool:
 
 
 def _is_container(key: Any, value: Any) -> bool:
-    # values with number keys go to `meta.pt` too, because DCP would return their keys as text
+    # values with number keys go to `meta.pt` too, because DCP would return their keys as strings
     return isinstance(value, dict | list | tuple) or not isinstance(key, str)
 
 
@@ -443,7 +448,7 @@ def _make_target(
 
 
 def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
-    """Convert a value that DCP has read so that it has the same shards as the model's tensor ``like``."""
+    """Convert a value read by DCP to the same shards as the model's tensor ``like``."""
     if not is_converted(like):
         return value
     converted = convert_back(value, like)
