@@ -148,7 +148,8 @@ class FSDP2Config(_Flags):
     """Whether transformers' test for packed sequences always returns False during the run. This saves one GPU-to-CPU
     sync per forward, or one per layer with flash attention at batch size 1. It also keeps shapes static for
     torch.compile. Leave this flag off for packed sequences, because attention would mix their documents. Batches with
-    position_ids that restart are therefore refused. With CausalLM, only batches with position_ids need the flag."""
+    position_ids that restart are therefore refused. With CausalLM, the flag only makes a difference for batches with
+    position_ids."""
 
     mp_policy: MixedPrecisionPolicy | None = None
     """Mixed-precision policy of the FSDP units. None uses the dtypes of Trainer(precision=...). A policy overrides a
@@ -227,7 +228,7 @@ class FSDP2Config(_Flags):
     """Number of layers whose parameters are gathered ahead in forward. 0 leaves prefetching to FSDP."""
 
     use_hf_tp_plan: InitVar[bool | None] = None
-    """Former name of tp_plan="hf", which is refused."""
+    """Option that must stay None. It was replaced by tp_plan="hf"."""
 
     def __post_init__(self, use_hf_tp_plan: bool | None) -> None:
         self._check_bools()
@@ -272,8 +273,8 @@ class MegatronFSDPConfig(_Flags):
     """Option that must stay None, because tensor parallelism is not supported with Megatron-FSDP."""
 
     megatron_fsdp_unit_modules: list[str] | None = None
-    """Import paths of the module classes that become FSDP units. None uses the classes of the model's layers, and
-    torch's MultiheadAttention, whose forward reads the weights of its child directly."""
+    """Import paths of the module classes that become FSDP units. None uses the classes of the model's layers, and also
+    torch's MultiheadAttention, because its forward reads its child's weights without calling the child."""
 
     zero_dp_strategy: int = 3
     """Level of sharding over data parallel ranks. 0 shards nothing, 1 shards optimizer states, 2 also shards gradients,
@@ -425,7 +426,7 @@ FLAGS_OF_A_RUN = (
     "bucket_cap_mb",
     "broadcast_buffers",
 )
-"""Flags that do not change the module, so that a later Trainer may set them differently for a sharded module."""
+"""Flags that do not change the module. A later Trainer may change them for a module that is already sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,15 +444,15 @@ class CheckpointConfig(_Flags):
     Both formats can always be read."""
 
     async_save: bool = False
-    """Whether training continues while a checkpoint is being written, from copies in host memory."""
+    """Whether checkpoints are written from copies in host memory while training continues."""
 
     verify: bool = True
     """Whether each rank compares the data that it reads from a checkpoint with the checksums. A damaged checkpoint is
     then an error."""
 
     save_at_end: bool = True
-    """Whether a ModelCheckpoint with save_last also saves last.ckpt at the end of a completed fit. If not, last.ckpt is
-    from the last step at which the callback's own intervals saved a checkpoint."""
+    """Whether a ModelCheckpoint with save_last also saves last.ckpt at the end of a completed fit. If False,
+    last.ckpt is the last checkpoint that the callback saved at one of its intervals."""
 
     trust_checkpoint: bool = False
     """Whether a checkpoint may hold arbitrary Python objects, which can run code when they are loaded."""

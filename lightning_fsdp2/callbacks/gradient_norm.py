@@ -46,7 +46,7 @@ class GradientNorm(Callback):
         Further calls for the same batch return the norm from the first call.
 
         Returns:
-            [] float32, on the device.
+            A float32 scalar tensor on the device.
         """
         if self._norm is None:
             self._norm = get_total_norm([p for group in optimizer.param_groups for p in group["params"]])

@@ -20,7 +20,7 @@ from lightning_fsdp2.ranks.coordination import on_first_rank
 class HuggingFaceExport(Callback):
     """Callback that exports the model in Hugging Face's format at the end of ``fit``.
 
-    It calls :func:`~lightning_fsdp2.export_hf`, so all ranks write from their shards. If the Trainer has an
+    It calls :func:`~lightning_fsdp2.export_hf`, so each rank writes its share of the files. If the Trainer has an
     ``ExponentialMovingAverage``, the averages are exported.
 
     Nothing is written with ``fast_dev_run``, or when training ends with an error. After an error, export a checkpoint
@@ -47,8 +47,8 @@ class HuggingFaceExport(Callback):
         TypeError: Before training, when the LightningModule holds no Hugging Face model, or ``tokenizer`` is from
             another library.
         ValueError: Before training, when the LightningModule holds several models and ``model`` names none of them,
-            when the model has adapters other than LoRA or none to ``merge``, when ``dtype`` or ``max_shard_size`` is
-            invalid, or when the directory ``tokenizer`` holds no tokenizer.
+            when the model has adapters other than LoRA, when ``merge`` is True but there is no adapter, when ``dtype``
+            or ``max_shard_size`` is invalid, or when the directory ``tokenizer`` holds no tokenizer.
         OSError: Before training, when ``tokenizer`` cannot be loaded or ``dirpath`` cannot be created.
     """
 

@@ -18,7 +18,7 @@ def is_logging_step(trainer: Trainer) -> bool:
 
 
 def is_of_logging_step(trainer: Trainer) -> bool:
-    """Return whether the current batch is any micro-batch of a step that the Trainer logs."""
+    """Return whether the current batch belongs to a step that the Trainer logs."""
     return logs_current_step(trainer)
 
 

@@ -209,7 +209,7 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:
-    """Put a link to the last checkpoint where Lightning on SLURM looks for a checkpoint if there is no ``ckpt_path``.
+    """Create a link to the last checkpoint at the path from which a requeued SLURM job resumes.
 
     The link stays valid if a later checkpoint replaces the last one at the same path. In an object store, the
     checkpoint is saved a second time instead.

@@ -86,7 +86,7 @@ class RunReport(Callback):
         if checkpoint:
             launcher = " (with the launcher of this run)" if trainer.num_nodes > 1 else ""
             how = _describe_resume(checkpoint, _get_raised_limits(trainer))
-            lines.append(f"Train on from it{launcher}: {how}")
+            lines.append(f"Continue from the last checkpoint{launcher}: {how}")
         if sample is not None:
             lines.append(f"A sample, continuing {self.prompt!r}:\n{sample}")
         rank_zero_info("\n".join(lines))

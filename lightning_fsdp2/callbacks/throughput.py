@@ -21,7 +21,7 @@ class Throughput(Callback):
     ``throughput/step_seconds``, ``throughput/data_share``, ``throughput/tflops_per_device`` and ``throughput/mfu``.
     Time spent on validation does not count.
 
-    ``data_share`` is the fraction of the time that a rank waited for its data loader, on the rank that waited longest.
+    ``data_share`` is the fraction of the time spent waiting for the data loader, on the rank that waited longest.
     The copy to the device is not included. From pinned memory, this copy takes the host no time. From other memory, the
     copy waits for earlier steps.
 

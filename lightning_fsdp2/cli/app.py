@@ -169,7 +169,7 @@ class FSDP2CLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run a subcommand. Report an error that the user can fix in one line, and a bug with a traceback."""
+        """Run a subcommand. Print one line for an error that the user can fix, and a traceback for a bug."""
         try:
             super()._run_subcommand(subcommand)
         except REFUSALS as error:

@@ -73,7 +73,7 @@ def summarize(message: str) -> str:
             reasons.append(text)
     reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
     if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
-        reasons = [f"{path!r} is no class path" for path in paths]
+        reasons = [f"{path!r} is not a class path" for path in paths]
     # if a value has the right type but the wrong content, it does not help to list the other expected types
     reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))

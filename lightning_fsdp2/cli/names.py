@@ -124,7 +124,7 @@ def _flatten(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Return the unknown word in ``message``, and the known words, with what to suggest for each of them."""
+    """Return the unknown word in ``message``, and a dict from each known word to its suggestion."""
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
         return found[2], _get_options(found[1])
     if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
@@ -151,7 +151,7 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
 
 
 def _get_options(class_path: str) -> dict[str, str]:
-    """Return the names of a class's arguments and of its configs' fields, with what to suggest for each name."""
+    """Return a dict from the name of each argument of a class, and of each field of its configs, to its suggestion."""
     module, _, name = class_path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     options: dict[str, str] = {}

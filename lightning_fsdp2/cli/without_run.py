@@ -110,10 +110,10 @@ class CLITrainer(Trainer):
                 number.
             attention_tflops: TFLOP/s that the forward of attention reaches in bfloat16 with 16,384 keys, heads of size
                 128 and no mask, for the estimate; None for the published number.
-            ranks: Ranks to plan. None for the first and the last, or only the first if all ranks hold the same amount.
+            ranks: Ranks to plan. None for the first and the last, or only the first if all shards have the same size.
             suggest: Whether to also plan changes that would help, if the run does not fit in memory.
             search: YAML file to write with the layout that has the shortest steps. Give it to fit as a second --config.
-            search_seconds: Time in seconds after which the search starts no further layout.
+            search_seconds: Time limit of the search in seconds. After this time, it starts no further simulations.
             cache_dir: Folder in which a search stores its simulations for later searches; null stores nothing.
             json: File for all numbers; - prints them instead of the tables.
             plot: File for a plot of memory and traffic, .png or .svg.
@@ -129,7 +129,9 @@ class CLITrainer(Trainer):
             attention_tflops=attention_tflops,
         )
         if search is not None and ranks is not None:
-            raise ValueError(f"ranks={ranks} with search={search!r}: a search plans only rank 0; leave ranks out.")
+            raise ValueError(
+                f"ranks={ranks} with search={search!r}: a search chooses the ranks itself; leave ranks out."
+            )
         _check_files(search=search, json=json, plot=plot)
         options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
         with show_progress() as on_progress, without_infos():
@@ -245,7 +247,7 @@ def _leave_unread(data: Namespace) -> None:
 
 @contextmanager
 def without_infos() -> Iterator[None]:
-    """Silence Lightning's messages about the machine inside the block, since users read or pipe the output."""
+    """Hide Lightning's info messages inside the ``with`` block, because they would mix with a command's output."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -77,7 +77,7 @@ class ChatDataModule(SequenceDataModule):
             and skips the part on which it has already been trained.
         shuffle: Whether to train on the sequences in a different order in each epoch.
         shuffle_buffer: Size of the buffer with which a stream is shuffled, in conversations.
-        seed: Seed of the order and of the choice of conversations for validation.
+        seed: Seed for shuffling and for the choice of conversations for validation.
         num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
         max_conversations: Number of conversations to train on, taken from the beginning. Default: all of them.
         cache_dir: Directory in which to keep tokenised text. Default: the cache of the ``datasets`` library.
@@ -170,7 +170,7 @@ class ChatDataModule(SequenceDataModule):
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # if rows are not conversations, or all answers are empty, an error about that helps more
+            # if the rows are not conversations or have only empty answers, raise an error about that instead
             _refuse_empty(self._tokenize(rows), "training")
             raise
 
@@ -235,7 +235,7 @@ def _read_template(chat_template: str) -> str:
     file = Path(chat_template).expanduser()
     if not file.is_file():
         raise FileNotFoundError(
-            f"chat_template={chat_template!r} is neither a file on this machine nor a template that writes messages; "
-            "check its spelling."
+            f"chat_template={chat_template!r} is neither a file on this machine nor a Jinja template, which would "
+            "contain braces; check its spelling."
         )
     return file.read_text(encoding="utf-8")

@@ -73,8 +73,8 @@ def tokenize_conversations(
     Returns:
         Rows with ``input_ids`` and ``labels``, lists of at most ``sequence_length`` integers. Labels are -100 except in
         answers. ``length`` is the number of tokens of the conversation before truncation, and ``answer_tokens`` the
-        number of labels after truncation. ``is_empty`` says whether all answers of the conversation are empty, so that
-        the model would only learn from it to end its turn.
+        number of labels after truncation. ``is_empty`` says whether all answers of the conversation are empty. Such a
+        conversation would only teach the model to end its turn.
 
     Raises:
         ValueError: When a row is not a conversation with an answer, when the template cannot render the conversation,
@@ -219,7 +219,7 @@ def _get_text(part: Any, where: str) -> str:
 
 
 def _name_type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "nothing"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "nothing"}
     return names.get(type(value), "a number")
 
 
@@ -294,7 +294,7 @@ def _label_behind_prefixes(
 
 
 def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
-    """Return two texts for each answer, up to its beginning and up to its end, and then the whole conversation."""
+    """Return the conversation's text up to the start and up to the end of each answer, and finally the whole text."""
     from jinja2 import TemplateError
 
     messages = conversation.messages

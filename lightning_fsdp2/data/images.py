@@ -34,7 +34,7 @@ def add_dummy_image(
             ``position_ids``, the model computes its own.
     """
     shape, tokens = batch["input_ids"].shape, dummy["input_ids"].shape
-    # an image's grids (`_thw`) and sizes are inputs of the tower, even if they happen to have the shape of its tokens
+    # image grids (`_thw`) and sizes are inputs of the image tower, even if they happen to have the shape of `input_ids`
     seen = {n: value for n, value in dummy.items() if value.shape != tokens or n.endswith(("_thw", "_sizes"))}
     if seen.keys() <= batch.keys():
         return dict(batch)
@@ -44,8 +44,8 @@ def add_dummy_image(
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # For the text, zeros replace the processor's outputs per token, such as token types, that the batch lacks.
-    # The exception is the attention mask: without a mask, the model attends to all tokens.
+    # The processor may return values per token that the batch lacks, such as token types. The text's tokens get zeros.
+    # An attention mask is not added, because without one, the model attends to all tokens.
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
     grown = dict(seen)

@@ -111,7 +111,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._sequences.set_epoch(self.epoch)
-        # unlike this method, the builtin `iter` would shuffle differently in a worker process
+        # use the method `iter`, because the builtin `iter` would shuffle differently in a worker process
         batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
         rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
         rounds = zip(*[rows] * self._round, strict=False)  # complete ones only
@@ -131,7 +131,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     has_global_position = True
     """Flag that tells the strategies that the position counts the samples of all ranks, not of one rank."""
 
-    # Lightning recreates loaders from the arguments of DataLoader, so an __init__ would not set these attributes.
+    # Defaults are here, because Lightning recreates loaders and calls `__init__` with the arguments of DataLoader.
     _epoch = 0
     _samples = 0
     _is_restored = False
@@ -139,7 +139,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         # This is a generator: the code below runs when the first batch is requested, after Lightning has set the epoch.
         sampler = self.sampler
-        if not isinstance(sampler, ResumableSampler):  # replaced by Trainer(overfit_batches=...)
+        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) has replaced the sampler
             yield from super().__iter__()
             return
         # A restored position is valid only in its own epoch. All other epochs start at sample 0.
@@ -194,7 +194,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
             # When a run resumes, Lightning may fetch one batch and then iterate again from the same position.
-            # The next iteration therefore starts a new epoch only if this one has reached its second batch.
+            # The next iteration therefore starts a new epoch only if the current one has reached its second batch.
             if number == 1:
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples

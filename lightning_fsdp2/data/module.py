@@ -450,8 +450,8 @@ def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any
             )
     if streaming and fraction:
         raise ValueError(
-            f"validation_fraction={fraction} with streaming=True would hold back a part of every pass over "
-            "the stream; give a validation_path or validation_split."
+            f"validation_fraction={fraction} with streaming=True would have to read the whole stream to find "
+            "the validation data; give a validation_path or validation_split."
         )
     return fraction
 

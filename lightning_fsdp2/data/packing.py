@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # `datasets` caches results by the names and arguments of the functions in this file, not by their code.
 # Rename a function in this file if you change its result, so that `datasets` does not use an old result.
 
-# Few at once, because tokens are Python and Rust objects during tokenisation, which take much more memory than arrays.
+# Few documents at once: during tokenisation, tokens are Python and Rust objects, which take more memory than arrays.
 _DOCUMENTS_AT_ONCE = 64
 
 # If fewer conversations were packed at once, sequences would have more padding.
@@ -131,7 +131,7 @@ def pack_documents(
 
 
 class PackedStream:
-    """Stream of sequences that each pass packs from a stream of documents, by the rules of :func:`pack_documents`.
+    """Stream that packs documents into sequences while it is read, by the rules of :func:`pack_documents`.
 
     Args:
         documents: Stream with the column ``text``.

@@ -65,7 +65,7 @@ class TextDataModule(SequenceDataModule):
             and skips the part on which it has already been trained.
         shuffle: Whether to train on the sequences in a different order in each epoch.
         shuffle_buffer: Size of the buffer with which a stream is shuffled, in documents.
-        seed: Seed of the order and of the choice of documents for validation.
+        seed: Seed for shuffling and for the choice of documents for validation.
         num_workers: Number of processes per rank that load batches; at most 1 with ``streaming``.
         max_documents: Number of documents to train on, taken from the beginning. Default: all of them.
         cache_dir: Directory in which to keep tokenised text. Default: the cache of the ``datasets`` library.

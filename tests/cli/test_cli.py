@@ -217,10 +217,10 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
             {"class_path": "lightnin_fsdp2.FSDP2Strategy"},
             "trainer.strategy: No module named 'lightnin_fsdp2'; did you mean 'lightning_fsdp2'?",
         ),
-        ({"class_path": "fsd2"}, "trainer.strategy: 'fsd2' is no class path; did you mean 'fsdp2'?"),
+        ({"class_path": "fsd2"}, "trainer.strategy: 'fsd2' is not a class path; did you mean 'fsdp2'?"),
         (
             {"class_path": "FSDP2Strateg"},
-            "trainer.strategy: 'FSDP2Strateg' is no class path; did you mean 'lightning_fsdp2.FSDP2Strategy'?",
+            "trainer.strategy: 'FSDP2Strateg' is not a class path; did you mean 'lightning_fsdp2.FSDP2Strategy'?",
         ),
         ("megatron", "trainer.strategy: there is no strategy 'megatron'; did you mean 'megatron_fsdp'?"),
     ],

@@ -115,7 +115,7 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
             ["--search=nowhere/best.yaml"],
             "search='nowhere/best.yaml' cannot be written; name a file in a writable folder",
         ),
-        (["--search=best.yaml", "--ranks=[1]"], "a search plans only rank 0; leave ranks out."),
+        (["--search=best.yaml", "--ranks=[1]"], "a search chooses the ranks itself; leave ranks out."),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(flags: list[str], error: str, tmp_path: Path, capsys: Any) -> None:

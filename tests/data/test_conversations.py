@@ -174,7 +174,7 @@ ASK = {"role": "user", "content": "?"}
             {"text": "x"},
             r"the row has neither 'messages' nor 'prompt' and 'completion'. It has the columns \['text'\]; set",
         ),
-        ({"messages": "x"}, "'messages' is a text, not a list of messages"),
+        ({"messages": "x"}, "'messages' is a string, not a list of messages"),
         ({"messages": []}, "the conversation has no message of the assistant to learn"),
         (
             {"messages": [ASK]},
