@@ -203,7 +203,7 @@ class FSDP2Config(_Flags):
     chooses the backend by the device type."""
 
     bind_device_id: bool = False
-    """Whether the process group is bound to the rank's device, as by device_id of torch's init_process_group. NCCL then
+    """Whether the process group is bound to the rank's device, as with device_id in init_process_group. NCCL then
     connects the ranks at the start, which shows network errors at once. It also creates the mesh's groups by splitting
     one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
     not gloo."""
@@ -336,7 +336,7 @@ class MegatronFSDPConfig(_Flags):
     chooses the backend by the device type."""
 
     bind_device_id: bool = False
-    """Whether the process group is bound to the rank's device, as by device_id of torch's init_process_group. NCCL then
+    """Whether the process group is bound to the rank's device, as with device_id in init_process_group. NCCL then
     connects the ranks at the start, which shows network errors at once. It also creates the mesh's groups by splitting
     one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
     not gloo."""
@@ -399,7 +399,7 @@ class DDPConfig(_Flags):
     chooses the backend by the device type."""
 
     bind_device_id: bool = False
-    """Whether the process group is bound to the rank's device, as by device_id of torch's init_process_group. NCCL then
+    """Whether the process group is bound to the rank's device, as with device_id in init_process_group. NCCL then
     connects the ranks at the start, which shows network errors at once. It also creates the mesh's groups by splitting
     one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
     not gloo."""
