@@ -14,7 +14,7 @@ def get_subcommands(parser: argparse.ArgumentParser) -> Any:
 
 
 def set_summaries(subcommands: Any, summaries: Mapping[str, str]) -> None:
-    """Set the one-line summary of each subcommand that ``--help`` shows."""
+    """Set the one-line summaries that ``--help`` shows for the subcommands."""
     for action in subcommands._choices_actions:
         action.help = summaries[action.dest]
 

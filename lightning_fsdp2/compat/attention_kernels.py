@@ -120,7 +120,7 @@ def attend_segments_by_flash(
             a zero.
         most: Number of queries in the longest segment, and number of keys in the longest segment.
         window: Maximum number of keys that a query sees, including its own key. None for all keys up to its own. The
-            last query of a segment belongs to the last key of the segment.
+            own key of a segment's last query is the segment's last key.
         scale: Factor by which the scores are multiplied.
 
     Returns:
@@ -165,9 +165,10 @@ def attend_segments_by_flash_backward(
 
 
 def _get_window_options(window: int | None) -> dict[str, int]:
-    """Return FlashAttention's options for a sliding window. Without a window, the caller turns on the causal mask.
+    """Return the options that make FlashAttention apply a sliding window of ``window`` keys.
 
-    FlashAttention aligns both masks so that the last query belongs to the last key.
+    There are none without a window; the caller then turns on the causal mask. FlashAttention aligns either mask so that
+    the last query's own key is the last key.
     """
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 

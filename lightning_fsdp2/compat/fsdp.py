@@ -28,7 +28,8 @@ def end_forward(module: FSDPModule) -> None:
     ``FSDPModule.reset_iter_state`` (torch 2.13) also resets this state, but it drops accumulated gradients.
     """
     state = module._get_fsdp_state()
-    # FSDP2 prefetches in this order, even if an earlier forward recorded it; before the first forward, there is none
+    # clear the order that an earlier forward recorded, because FSDP2 would prefetch in this order; before the first
+    # forward, there is no such attribute
     getattr(state._comm_ctx, "post_forward_order", []).clear()
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
@@ -84,7 +85,7 @@ def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> Non
     for group in _get_param_groups(module):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
         for parameter in chosen:
-            if hasattr(parameter, "_unsharded_param"):  # exists once the parameter was gathered
+            if hasattr(parameter, "_unsharded_param"):  # exists once the parameter has been gathered
                 parameter._unsharded_param.grad = None
             if parameter.unsharded_accumulated_grad is not None:  # torch 2.15 keeps this gradient in `grad`
                 parameter.unsharded_accumulated_grad = None
@@ -94,7 +95,7 @@ def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> Non
 
 
 def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
-    """Give each parameter its own gradient memory where gradients accumulated without synchronisation share memory.
+    """Copy gradients that accumulated without synchronisation, so that no two parameters share a gradient's memory.
 
     If several parameters are added or concatenated, autograd may compute one gradient tensor for all of them. Normally,
     autograd then copies this tensor for each parameter except the last. With DTensors, autograd does not notice the

@@ -1,8 +1,8 @@
 """Ledger of the methods that a run replaces on Lightning's live objects, with reasons. Tested with lightning 2.6.6.
 
-The package replaces methods where Lightning has no hook. It sets an attribute on the object that hides the method of
-the class; the class does not change. :meth:`Ledger.put_back` removes the attribute, unless other code has replaced it
-since.
+The package replaces methods where Lightning has no hook. To replace a method, it sets an attribute of the same name on
+the object, and leaves the object's class unchanged. :meth:`Ledger.put_back` removes the attribute, unless other code
+has replaced it since.
 """
 
 import itertools

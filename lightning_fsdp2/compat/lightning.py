@@ -139,9 +139,9 @@ def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
 def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call ``before`` and ``after`` around each ``next(dataloader)`` in training.
 
-    Lightning calls its profiler at the same points. The time between two batches would be too long a measure of the
-    fetch, because it includes logging, saving checkpoints, and waiting for the device when Lightning broadcasts
-    SIGTERM.
+    Lightning calls its profiler at the same points. The time from the end of one batch to the start of the next would
+    overstate the fetch, because it includes logging, saving checkpoints, and waiting for the device when Lightning
+    broadcasts SIGTERM.
     """
     loop, ledger = cast(Any, trainer).fit_loop.epoch_loop, get_ledger(trainer)
     reason = "no hook of callbacks is called around the fetch of a batch"
@@ -221,8 +221,8 @@ class StepBoundary:
     Lightning skips this work on resuming. The owner of a boundary therefore sets ``is_left`` to True while it saves a
     checkpoint at the boundary; a run that resumes from this checkpoint does the work first.
 
-    This class also adds the metrics that callbacks and schedulers monitor to all checkpoints of the run, because
-    Lightning does not save these metrics.
+    Callbacks and schedulers monitor metrics that Lightning does not save. This class adds these metrics to all
+    checkpoints of the run.
 
     Args:
         trainer: Trainer whose ``fit`` has not loaded a checkpoint yet.
@@ -247,7 +247,10 @@ class StepBoundary:
         get_ledger(self._trainer).put_back(self._loop, *self._REPLACED)
 
     def is_end_of_fit(self) -> bool:
-        """Return whether ``fit`` ends after this step. A run that resumed from here would skip the end of ``fit``."""
+        """Return whether ``fit`` ends after this step.
+
+        If so, let the run end normally: a run that resumes from here would skip the last validation.
+        """
         is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
         return bool(is_last or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early))
 
@@ -275,7 +278,7 @@ class StepBoundary:
             type(self._loop).advance(self._loop, fetcher)
 
     def _has_no_batch_left(self, fetcher: Any) -> bool:
-        """Return whether a resumed epoch has no batch or validation left. Lightning would run one more batch."""
+        """Return whether a resumed epoch has no batch or validation left. Lightning would still run a batch."""
         is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
         return is_ended and not self._loop._should_check_val_fx(fetcher)
 
@@ -395,7 +398,7 @@ def begin_epoch_after_complete_one(trainer: Trainer) -> None:
     loop = cast(Any, trainer.fit_loop)
     epoch = loop.epoch_progress.current
     if loop.restarting and epoch.ready == epoch.started == epoch.processed == epoch.completed:
-        # the setter of the base class, because the loop's own setter would set the flag to True again
+        # use the setter of the base class, because the loop's own setter would set the flag to True again
         cast(Any, _Loop).restarting.fset(loop, False)
 
 

@@ -83,7 +83,7 @@ def is_module_compiled(module: nn.Module) -> bool:
 
 
 def get_shard(tensor: DTensor) -> Tensor:
-    """Return this rank's shard of ``tensor`` itself, whereas ``to_local`` would return a view for autograd."""
+    """Return the tensor that stores this rank's shard of ``tensor``. ``to_local`` would return a view for autograd."""
     return tensor._local_tensor
 
 
@@ -173,9 +173,10 @@ def is_fsdp_pass_through(node: Any) -> bool:
 
 
 def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
-    """Return the placements of the DTensor if a node of the autograd graph comes from ``DTensor.to_local``, else None.
+    """Return a DTensor's placements, given the node of the autograd graph that its ``to_local`` made.
 
-    If ``to_local`` was called with ``grad_placements``, return the ``grad_placements`` instead.
+    If ``to_local`` was called with ``grad_placements``, return the ``grad_placements`` instead. For any other node,
+    return None.
     """
     if get_optional_function(node) is not _api._ToTorchTensor:
         return None

@@ -47,7 +47,7 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
         patches.callback(dist.destroy_process_group)
         # without communication, this broadcast would read uninitialised memory, so its replacement does nothing
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # for thousands of ranks, it would take too long to make the groups and the shards of all ranks, as torch does
+        # make only this rank's groups and shards: with thousands of ranks, those of all ranks would take too long
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
         patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield

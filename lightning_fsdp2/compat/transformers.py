@@ -116,7 +116,10 @@ def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
 
 
 def get_dtype_exceptions(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of tensors that are not loaded in ``dtype`` when ``model`` is, by name pattern."""
+    """Return the dtypes of the tensors that keep another dtype when ``model`` is loaded in ``dtype``.
+
+    The keys are patterns of tensor names.
+    """
     exceptions: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return exceptions
 

@@ -1,1 +1,1 @@
-"""Tools that every pass uses: the structure of a model, and methods that are wrapped in place."""
+"""Tools for code that parallelises a model: search for the model's parts, and replacement of methods in place."""

@@ -1,4 +1,4 @@
-"""Interface of the sharders other than FSDP2, so that passes need not know which sharder a module has.
+"""Common interface of the sharders other than FSDP2, so that other code need not know which one a module has.
 
 FSDP2 keeps its state on each module that ``fully_shard`` was applied to. Modules sharded by FSDP2 therefore have no
 sharder object.

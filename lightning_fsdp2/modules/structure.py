@@ -1,9 +1,11 @@
 """Search for the parts of a model, such as its layers, embedding and head.
 
-The parts are found by their structure, so the names of attributes, wrappers and subclasses do not matter. A recipe
-searches once, before the first pass, and gives every pass the same :class:`ModelStructure`. Passes change parameters,
-methods and classes, but leave the modules where they are. After the recipe, code searches again, because the user may
-have removed or replaced a module in the meantime.
+The parts are found by their structure, so the names of attributes, wrappers and subclasses do not matter.
+
+A recipe parallelises a model in passes, such as tensor parallelism and sharding. It searches once, before the first
+pass, and gives every pass the same :class:`ModelStructure`. Passes change parameters, methods and classes, but leave
+the modules where they are. Code that runs after the recipe searches again, because the user may have removed or
+replaced a module in the meantime.
 """
 
 import re

@@ -22,7 +22,7 @@ class Cache:
 
     Args:
         folder: Path of the folder, which is created if it does not exist.
-        run: Text that identifies the run.
+        run: String that identifies the run.
 
     Raises:
         ValueError: When ``folder`` cannot be written to.
@@ -61,11 +61,11 @@ class Cache:
 
 
 def get_run_fingerprint(run: Run) -> str:
-    """Return a text that identifies a run. It changes whenever the model, the batch, an option or the code changes.
+    """Return a string that identifies a run. It changes whenever the model, the batch, an option or the code changes.
 
-    The options are those of the Trainer and the strategy. The code is every Python file that has been loaded once the
-    model is built, including the user's own files and those of torch. This function builds the model in ``run``, so
-    call it in a separate process.
+    The options are those of the Trainer and the strategy. The code is every Python file that Python has loaded by the
+    time the model is built, including the user's own files and those of torch. This function builds the model in
+    ``run``, so call it in a separate process.
     """
     trainer, batch = run.trainer, run.batch
     shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)

@@ -38,7 +38,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise the errors of :func:`draw_plan` early, before a plan is computed, if it cannot write to ``path``."""
+    """Raise the errors that :func:`draw_plan` would raise for ``path``, before time is spent on computing a plan."""
     known = _import_figure()().canvas.get_supported_filetypes()
     if os.path.splitext(path)[1].removeprefix(".") not in known:
         names = ", ".join(f".{name}" for name in sorted(known))

@@ -55,13 +55,14 @@ class Run:
         )
 
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
-        """Simulate rank 0 with a shortened model: a few repetitions of its layers, and ``further`` more repetitions.
+        """Simulate rank 0 with a shortened model, whose blocks are repeated ``few + further`` times.
 
-        Call this in a separate process, since it changes the trainer and the module.
+        ``few`` is the result of :func:`get_few`. Call this in a separate process, since it changes the trainer and the
+        module.
 
         Returns:
-            The summary of the step, and how many repetitions the whole model has in addition to the few. That number is
-            0 if the model could not be shortened.
+            The summary of the step, and the repetitions in the whole model minus ``few``, or 0 if the model could not
+            be shortened.
         """
         few, left_out = get_few(self.trainer.strategy.config), 0
         names: list[list[str]] = []
@@ -77,7 +78,7 @@ class Run:
         return summarize(simulation.recording, names), left_out
 
     def describe_model(self) -> str:
-        """Build the module, and return a text about it. Call this in a separate process, since the module changes."""
+        """Build the module and describe it in a string. Call this in a separate process, since the module changes."""
         return describe_model(self.trainer, self.module, world_size=self.world_size, num_nodes=self.nodes)
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
@@ -107,7 +108,7 @@ class Run:
 
 
 def get_overlapped_axes(config: Any) -> tuple[str, ...]:
-    """Return the axes on which all collectives overlap with computation. FSDP2's collectives overlap on every axis."""
+    """Return the axes on which every collective overlaps with computation. On other axes, only FSDP2's own ones do."""
     if isinstance(config, DDPConfig):
         return (DP_REPLICATE, DP_SHARD, DATA_PARALLEL)
     return (DP_REPLICATE, TENSOR_PARALLEL) if config.enable_async_tensor_parallel else (DP_REPLICATE,)

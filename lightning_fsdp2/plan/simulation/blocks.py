@@ -52,8 +52,8 @@ class Summary:
 def get_few(config: Any) -> int:
     """Return the number of repetitions in the shorter simulation, for a config of ``FSDP2Strategy``.
 
-    The blocks at each end of the model may use memory differently from the blocks in the middle. These are as many
-    blocks as FSDP2 prefetches, but at least two.
+    The blocks at each end of the model may use memory differently from the blocks in the middle. The number of such
+    blocks at each end is the number that FSDP2 prefetches, but at least two.
     """
     return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 

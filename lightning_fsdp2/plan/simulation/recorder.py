@@ -118,7 +118,7 @@ class Group:
     axes: tuple[str, ...]
     """Axes of the mesh's views that consist of these ranks; empty for a group outside of the mesh."""
 
-    ranks: tuple[int, ...] = field(hash=False)  # a hash of many ranks is slow, and `axes` is enough
+    ranks: tuple[int, ...] = field(hash=False)  # hashing many ranks is slow, and the hash of `axes` is enough
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class Recording:
 class StepRecorder(TorchDispatchMode):
     """Dispatch mode that records every operation, every change in the size of a storage, and each storage's category.
 
-    FSDP2's unsharded weights, unsharded gradients and communication buffers are recognized by FSDP2's own operations on
-    them. Logits, and tensors that the loss computes from logits, are recognized by a last dim of the vocabulary's size.
+    FSDP2's unsharded weights, unsharded gradients and communication buffers are recognised by FSDP2's own operations on
+    them. Logits, and tensors that the loss computes from logits, are recognised by a last dim of the vocabulary's size.
     Activations are the step's inputs, the model's buffers, and all other tensors from forward that are still alive when
     backward begins. All remaining tensors are temporaries, including recomputed activations. Tensors that tensor
     parallelism gathers or reduces are activations or temporaries. Workspace that an operation allocates internally is

@@ -127,7 +127,7 @@ def simulate(
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
-    """Build ``module`` as :func:`simulate` does, and return a text about its tensors, model configs and optimizers."""
+    """Build ``module`` as :func:`simulate` does, and describe its tensors, model configs and optimizers in a string."""
     strategy = check_strategy(trainer.strategy)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     replace_manager(strategy, mode)
@@ -268,7 +268,7 @@ def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
 
 
 def _find_user(trace: TracebackType | None) -> str:
-    """Return the file, number and text of the innermost line of the traceback that is outside of torch."""
+    """Return the file name, line number and text of the innermost line of the traceback that is outside of torch."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
