@@ -1,4 +1,4 @@
-"""Functions that tell refusals, which are errors that the user can fix, from bugs."""
+"""Functions that distinguish refusals from bugs. A refusal is an error that the user can fix."""
 
 import dis
 import re

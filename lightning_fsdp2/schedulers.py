@@ -19,8 +19,8 @@ class WarmupCosine(LambdaLR):
 
     The full rate is the optimizer's learning rate. The first step already has a rate above 0. After ``total_steps`` the
     rate stays at its minimum. A resumed run continues at the step that it had reached, but on the curve of its new
-    arguments, so ``total_steps`` may change between runs. The cosine decay is that of
-    `SGDR <https://arxiv.org/abs/1608.03983>`_.
+    arguments, so a resumed run can have another ``total_steps``. The cosine decay is that
+    of `SGDR <https://arxiv.org/abs/1608.03983>`_.
 
     Args:
         optimizer: Optimizer to schedule. Each of its parameter groups warms up to its own learning rate.
@@ -52,10 +52,11 @@ class WarmupCosine(LambdaLR):
         super().__init__(optimizer, factor)
 
     def fit_to_run(self, steps: int | float) -> None:
-        """Let the schedule end with a run of ``steps`` optimizer steps, or warn if ``total_steps`` is not ``steps``.
+        """Make the schedule end with the run. If ``total_steps`` is set, only warn when the run has another length.
 
         Args:
-            steps: ``trainer.estimated_stepping_batches``, which is infinite or below 0 if unknown.
+            steps: Number of the run's optimizer steps: ``trainer.estimated_stepping_batches``, which is infinite or
+                below 0 if the number is unknown.
 
         Raises:
             ValueError: When ``total_steps`` was left out and the number of steps of the run is not known.

@@ -20,7 +20,7 @@ _FREE = {
     *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
-    Tensor.register_hook,  # FSDP2 reads `_base` of a layer's output, and then calls this
+    Tensor.register_hook,  # FSDP2 calls this on a layer's output, after it has read `_base`
     torch.is_floating_point,
 }
 """Functions of a tensor that do not read its values."""

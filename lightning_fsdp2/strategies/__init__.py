@@ -1,4 +1,4 @@
-"""Lightning strategies. Each strategy calls its manager, which contains the sharding code, in the Trainer's stages."""
+"""Lightning strategies. Each implements the Trainer's hooks, and leaves parallelising the module to its manager."""
 
 from lightning_fsdp2.strategies.ddp import DDPStrategy
 from lightning_fsdp2.strategies.fsdp2 import FSDP2Strategy

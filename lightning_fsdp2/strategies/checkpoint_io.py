@@ -44,7 +44,7 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # names that Lightning looks for on SLURM
+        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # Lightning resumes SLURM jobs from these
         self._linked: list[AnyPath] = []
         self._pending: dict[AnyPath, bool] = {}
 
@@ -182,7 +182,8 @@ class MeshCheckpointIO(CheckpointIO):
 
         Args:
             folder: Folder of a ``ModelCheckpoint`` callback.
-            last: Name that the callback gives to its last checkpoint. It may have fields, such as ``"{epoch}-last"``.
+            last: Name that the callback gives to its last checkpoint. It may contain placeholders, as in
+                ``"{epoch}-last"``.
         """
         self._linked.clear()
         name = re.sub(r"\\\{.*?\\\}", ".*", re.escape(last))

@@ -102,7 +102,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @override
     def setup_module(self) -> None:
         if self.config.patch_is_packed_sequence:
-            # keep the patch until teardown, because activation checkpointing runs the layers again in backward
+            # keep this patch of transformers until teardown, because activation checkpointing reruns layers in backward
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
@@ -156,8 +156,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # Do not defer reductions on a single rank. There, the step of the last micro-batch may return None, so that no
-        # backward would run the deferred reduction.
+        # Do not defer gradient reductions on a single rank. There, `training_step` may return None for the last
+        # micro-batch, and without a backward, nothing would run the deferred reductions.
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
@@ -186,7 +186,7 @@ def _check_only_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
-    """Refuse trainable parameters that the user did not shard over all ranks, whose gradients would silently differ."""
+    """Refuse trainable parameters that the user did not shard over all ranks: their gradients would silently differ."""
     loose = [
         name
         for name, parameter in module.named_parameters()

@@ -139,7 +139,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             with self.surround_backward():
-                pass  # an empty backward completes the gradients of the earlier micro-batches
+                pass  # no backward follows, so leaving the context completes the gradients of the earlier micro-batches
         # restore the shards for hooks, since Megatron-FSDP may have freed the gathered parameters
         self.release_parameters()
         return output

@@ -226,7 +226,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         trainer = self.lightning_module.trainer
         # refuse callbacks before the Trainer calls their `setup`, in which some of them copy the module
         refuse_options(trainer, self.refused_callbacks, traces_module=not self.shards_module)
-        # check here too, since a notebook has no launcher that has already checked the variables
+        # check the environment variables here too, because in a notebook no launcher has checked them
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)
         self.world.sizes = self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         RankLauncher.has_failed = False
@@ -318,7 +318,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
         self.resumption.keep_loader_states(self.lightning_module.trainer)
-        end_signal_handling(self.lightning_module.trainer)  # after training, nothing is left to save on a signal
+        end_signal_handling(self.lightning_module.trainer)  # from here on, a signal has nothing to save
 
     @override
     def teardown(self) -> None:
@@ -350,7 +350,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """False: Lightning loads checkpoints before :meth:`setup`, so :meth:`load_checkpoint` first shards the module.
 
         If it were True, ``Trainer._run`` (lightning 2.6.6) would ignore the user's ``trainer.fit(weights_only=)``, and
-        would load the states of callbacks only after ``on_fit_start``, where callbacks need them.
+        would load the states of callbacks only after ``on_fit_start``. Callbacks need their states in this hook.
         """
         return False
 

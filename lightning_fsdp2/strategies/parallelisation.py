@@ -75,14 +75,15 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
 def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -> None:
     """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 
-    A batch may not need every part of the model, such as the vision tower, and each rank has its own batches.
+    Ranks read different batches, and some batches skip a part of the model: text without images, for example, skips the
+    vision tower. If some ranks skipped a part that others run, their collectives would not match.
     """
     if world.data_parallel_size > 1 and world.control_group is not None:
         check_branches(module, units, world.control_group)
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the flags that differ between two configs of the same class, but only flags that change the module."""
+    """Return the flags that change the module and differ between two configs of the same class."""
     flags, others = _get_flags(first), _get_flags(second)
     return {
         name: (value, others[name])

@@ -176,7 +176,7 @@ def choose_autocast(config: ConfigT, precision: str) -> ConfigT:
 def get_mp_policy(precision: str, configured: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
     """Return the mixed-precision policy that ``Trainer(precision=)`` and ``FSDP2Config.mp_policy`` ask for.
 
-    If ``mp_policy`` is given, it is the result. The Trainer's default, ``32-true``, does not contradict any policy.
+    A given ``mp_policy`` is returned as it is. The Trainer's default, ``32-true``, does not contradict any policy.
 
     Raises:
         ValueError: When the two settings contradict each other.

@@ -49,7 +49,7 @@ _NAMES_OF_FILES = ("config", "ckpt_path")
 """Options that are not compared. Only the content of config files matters, and all ranks use rank 0's ``ckpt_path``."""
 
 _TIME_TO_APPEAR = timedelta(minutes=1)
-"""Longest time to wait for a file to appear on a network file system. A shorter timeout of the strategy limits it."""
+"""Longest time to wait for a file to appear on a network file system. The strategy's timeout can shorten it."""
 
 
 def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
@@ -82,8 +82,8 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
         group: CPU group of all ranks.
 
     Raises:
-        ValueError: On every rank, when a folder is not shared. The message names the folder and the ranks that do not
-            see a file in it.
+        ValueError: On every rank, when a folder is not shared. The message names the folder and the ranks
+            that cannot see rank 0's test file in it.
     """
     if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # fast_dev_run saves no checkpoint
         return
@@ -130,7 +130,7 @@ def _write(name: str, value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_write(str(key), item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_write(name, item) for item in value) + "]"
-    if isinstance(value, set | frozenset):  # sort it, because the order of a set differs between processes
+    if isinstance(value, set | frozenset):  # sort the items, as a set's order differs between processes
         return "{" + ", ".join(sorted(_write(name, item) for item in value)) + "}"
     if isinstance(value, torch.device):
         return value.type
@@ -139,7 +139,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
-    # use a new file name each time, since a host may have cached that an earlier file does not exist
+    # choose a new file name for each check, since a host may have cached that no file has the earlier name
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
     sees = gather_objects(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)

@@ -11,7 +11,7 @@ from lightning_fsdp2.strategies.launch.end_with_parent import end_with_parent
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher
 
 _USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable that shows that torchrun's agent started this rank. It does so from its main thread."""
+"""Environment variable that shows that torchrun's agent started this rank. The agent's main thread starts the ranks."""
 
 
 def get_number_of_nodes(environment: ClusterEnvironment, num_nodes: int) -> int:
@@ -69,8 +69,8 @@ def check_variables(environment: ClusterEnvironment | None, devices: int, nodes:
     if not 0 <= node < nodes:
         name = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
         raise ValueError(
-            f"{name}={node} is not a node of {asked}, whose nodes are 0 to {nodes - 1}. Set num_nodes to the number of"
-            f" nodes, or unset {name}."
+            f"{name}={node} is out of range for {asked}, whose nodes are 0 to {nodes - 1}. Set num_nodes to the number"
+            f" of nodes, or unset {name}."
         )
     for name, own in (("WORLD_SIZE", nodes * devices), ("RANK", node * devices + local)):
         value = os.environ.get(name, str(own))

@@ -85,7 +85,7 @@ def is_of_launcher() -> bool:
 
 
 def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":
-    # the kernel kills a child when the thread that started the child ends, so ask for this only in the main thread
+    # the kernel kills a child when the thread that started the child ends, so request this only in the main thread
     is_watched = threading.current_thread() is threading.main_thread()
     script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())] if is_watched else []
     return subprocess.Popen([*script, *command], env={**env, _LAUNCHED: "1"}, cwd=cwd)

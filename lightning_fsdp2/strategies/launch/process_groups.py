@@ -72,7 +72,7 @@ def init_process_group(
     backend = backend or get_default_backend(device)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
-        os.environ["MASTER_ADDR"] = environment.main_address  # user code and our error messages read this
+        os.environ["MASTER_ADDR"] = environment.main_address  # user code and our error messages read these variables
         os.environ["MASTER_PORT"] = str(environment.main_port)
         store = meet(
             environment.main_address,
@@ -82,7 +82,7 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # process groups will use the store, too
+        store.set_timeout(timeout)  # process groups use the store too, with this timeout
     dist.init_process_group(
         backend,
         store=store,
@@ -159,7 +159,8 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 def _has_backend(backend: str, device: torch.device) -> bool:
     """Return whether the default group already uses ``backend``.
 
-    Its backend for ``device`` must be the same. So must its backend for the CPU, if ``backend`` names one for the CPU.
+    The group must use the backend that ``backend`` names for ``device``. If ``backend`` also names one for the CPU, the
+    group must use that one too.
     """
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())

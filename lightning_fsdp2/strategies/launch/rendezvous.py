@@ -42,8 +42,8 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
 
     Raises:
         OSError: When the port is taken.
-        TimeoutError: When ranks are missing. The message names the missing ranks, and the ranks that arrived with
-            their hosts.
+        TimeoutError: When ranks are missing. The message names the missing ranks. It also names the ranks that
+            arrived, and their hosts.
         ValueError: On every rank, when ``run`` differs between ranks or two processes have the same rank. The message
             names the differences and the ranks.
     """
@@ -98,7 +98,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
 
 
 def refuse(differences: str) -> str:
-    """Return the error message for ranks that differ, given the description from :func:`tell_differences`."""
+    """Return the error message for a description of how ranks differ; see :func:`tell_differences`."""
     return (
         f"All ranks of a run must have the same config and versions, but {differences}. Install the same versions on"
         " all nodes, and start all ranks with the same config."

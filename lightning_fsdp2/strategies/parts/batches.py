@@ -28,7 +28,7 @@ class Batches:
         self._checked.clear()
 
     def prepare(self, loader: Any, *, resumed_epoch: int, may_drop: bool) -> Any:
-        """Set the seeds and the sampler's epoch of the user's data loader, and give it the same length on all ranks.
+        """Prepare the user's data loader: set its seeds and its sampler's epoch, and make it equally long on all ranks.
 
         Args:
             loader: Data loader, of any kind that Lightning accepts.

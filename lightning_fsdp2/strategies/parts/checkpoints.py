@@ -182,8 +182,8 @@ class Checkpoints:
         self.io.save_checkpoint(checkpoint, self._world.broadcast(path), storage_options, summary=summary, wait=wait)
 
     def _wait_for_all_ranks(self, trainer: "Trainer", purpose: str, remedy: str) -> None:
-        self._world.set_group_timeout(None)  # the full timeout, since the slowest rank may take a long time to write
-        # time out sooner than the collectives in which other ranks may be waiting
+        self._world.set_group_timeout(None)  # restore the full timeout, since the slowest rank may take long to write
+        # wait only half as long, to fail before the collectives in which other ranks may be waiting
         timeout = self._world.timeout / 2
         if trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)
@@ -221,7 +221,8 @@ class Checkpoints:
             in_place=not is_overridden("on_load_checkpoint", module),
             weights_only=weights_only,
         )
-        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # a plain `state_dict` has no version
+        # a checkpoint that is only a `state_dict` does not record Lightning's version
+        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)
         self._resumption.take_from(checkpoint, module.trainer, is_fit=is_fit)
         self._left_out = checkpoint.pop(LEFT_OUT_KEY, [])
         self._loaded_path = path

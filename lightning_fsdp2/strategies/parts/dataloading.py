@@ -63,7 +63,7 @@ class _LoaderWrapper:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # pickle and copy read this attribute before `__init__` sets it
+        if name == "_loader":  # unset while pickle or copy creates a wrapper without `__init__`
             raise AttributeError(name)
         return getattr(self._loader, name)
 

@@ -42,7 +42,7 @@ class Evaluation:
         """
         own = torch.tensor(batches, dtype=torch.float64)
         missing = (self._world.find_maximum(batches) - own).nan_to_num(posinf=0.0)
-        # key: number of this rank's steps at the end of a data loader; value: number of steps to repeat there
+        # At the end of a data loader, this rank has made `key` steps in all, and repeats its last step `value` times.
         self._missing = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
         self._predictions = 0
 
@@ -63,7 +63,7 @@ class Evaluation:
         predictions = self.run(region, module, step)
         self._predictions += 1
         for _ in range(self._missing.get(self._predictions, 0)):
-            self.run(region, module, step)  # only for the collectives, which other ranks wait for
+            self.run(region, module, step)  # other ranks need this rank in their collectives; drop the result
         return predictions
 
 

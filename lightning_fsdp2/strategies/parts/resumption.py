@@ -157,7 +157,7 @@ class Resumption:
         counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in get_loaders(trainer)]
         if self._repeats_epoch:
             self._repeats_epoch = False
-            counts = [] if progress.is_last_batch else [0]  # if no batch is left, Lightning only ends the epoch
+            counts = [] if progress.is_last_batch else [0]  # after an epoch's last batch, let Lightning end the epoch
         for count in counts:
             if count is not None and count != progress.current.ready:
                 shift = count - progress.current.ready

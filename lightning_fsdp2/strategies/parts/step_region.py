@@ -32,8 +32,8 @@ _ALTERNATIVE = (
 class StepRegion:
     """Guard that makes a forward of a sharded module fail, instead of hang, if only some ranks call it.
 
-    Forwards in steps of the Trainer are not checked. The strategy runs steps in the context manager that calling the
-    guard returns.
+    Forwards in steps of the Trainer are not checked: calling the guard returns a context manager that turns the check
+    off, and the strategy runs the steps in it.
 
     Args:
         timeout: How long to wait for the other ranks.

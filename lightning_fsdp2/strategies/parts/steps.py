@@ -68,12 +68,12 @@ class Steps:
         finish_gradients: Callable[[], None],
         wait_for_copies: Callable[[], None],
     ) -> Callable[[], Any]:
-        """Extend an optimizer step's closure to finish the gradients and wait for a background save's copies.
+        """Extend an optimizer step's closure to scale the gradients and to wait for a background save's copies.
 
         Args:
             module: Module that is trained.
             closure: Lightning's or the user's closure, which may run forward and backward.
-            finish_gradients: Function that finishes the gradients under manual optimisation.
+            finish_gradients: Function that checks and scales the gradients under manual optimisation.
             wait_for_copies: Function that waits until a background save has copied the tensors that the step changes.
         """
         is_manual = not module.automatic_optimization
