@@ -69,9 +69,9 @@ class SequenceMask:
     group: dist.ProcessGroup
 
     def __getitem__(self, index: tuple[slice, ...]) -> "SequenceMask":
-        """Return the whole mask, which is allowed only if ``index`` selects everything.
+        """Return this mask itself. Indexing is allowed only if ``index`` selects the whole mask.
 
-        Gemma 4 needs this: it selects the last ``logits_to_keep`` queries of its mask, where 0 means all queries.
+        Gemma 4 indexes its mask to select the last ``logits_to_keep`` queries, where 0 stands for all queries.
 
         Raises:
             TypeError: If ``index`` selects only a part of the mask.
@@ -262,7 +262,8 @@ def _describe(value: Any) -> Hashable:
         value: A mask function, or a value in the closure of one.
 
     Raises:
-        TypeError: If the function depends on anything else, such as a tensor, or does not belong to transformers.
+        TypeError: If the mask function does not belong to transformers, or uses values other than integers and mask
+            functions, such as a tensor.
     """
     from transformers import masking_utils
 
@@ -291,7 +292,8 @@ def _find_window_once(function: _MaskFunction, length: int) -> int | None:
 def _find_window(mask_function: Callable[..., Any], length: int) -> int | None:
     """Find the size of a causal mask's sliding window, by checking which keys a few queries see.
 
-    Return ``length`` for a causal mask without a window, and None for a mask that is neither of these two kinds.
+    Return ``length`` for a causal mask without a window. Return None if the mask is not causal, or restricts the keys
+    in any way other than a sliding window.
     """
     last, keys = length - 1, torch.arange(length)
 

@@ -78,7 +78,7 @@ class Mask:
     """Mask of a dense block. The mask tensor is built for each use, and is not kept in memory."""
 
     first: int
-    """Position of the block's first query, on the same scale as the positions of the keys."""
+    """Position of the block's first query, counted in the same way as the positions of the keys."""
 
     window: int
     numbers: Tensor | None = None
@@ -209,7 +209,7 @@ def get_masked_blocks(
 
     Args:
         rows: Queries to divide, as indices among the rank's queries.
-        first: Position of the first query, on the same scale as the positions of the keys.
+        first: Position of the first query, counted in the same way as the positions of the keys.
         window: Largest number of keys that a query sees, including its own.
         first_key: Position of the first key that the queries may see. Earlier keys belong to other segments.
         numbers: [batch, sequence], see :attr:`Documents.numbers`. None if each sequence is one document.

@@ -1,4 +1,4 @@
-"""Checks that a Hugging Face model supports context parallelism, which run before the model is sharded."""
+"""Checks, run before a Hugging Face model is sharded, that the model supports context parallelism."""
 
 import inspect
 from typing import Any

@@ -140,7 +140,7 @@ class ShardedForward:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # a list of layers without attention may hold projections; this is fine if the layers of another list attend
+            # in a list of projections, no layer attends; this is fine if the layers of another list attend
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
                     f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; this"

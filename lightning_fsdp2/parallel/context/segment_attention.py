@@ -170,7 +170,7 @@ def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> lis
     for (first, end), (first_key, last_key) in zip(
         pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
     ):
-        # the keys end at the position of the last query, so counting back gives the key at the first query's position
+        # the last key has the position of the last query, so count back to the key at the first query's position
         rows, own = slice(first, end), last_key - (end - first)
         if window is not None and window < last_key - first_key:
             blocks += get_masked_blocks(rows, own, window, first_key=first_key)

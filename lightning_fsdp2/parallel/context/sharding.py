@@ -13,7 +13,7 @@ from lightning_fsdp2.ranks.collectives import gather_for_ranks
 
 
 class SequenceSharding:
-    """Sharding of one Hugging Face model's input sequences over ranks, which can be switched on and off.
+    """Sharding of one Hugging Face model's input sequences over ranks. It can be switched on and off.
 
     Attributes:
         group: Process group of the context parallel ranks.

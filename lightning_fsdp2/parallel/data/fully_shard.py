@@ -95,7 +95,7 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: If Megatron-FSDP shards the model.
         RuntimeError: If ``state_dict`` is called inside the block: a state dict is made of shards, and building it
-            would shard the model again. Also if a backward after the block needs weights that were gathered for it.
+            would shard the model again. Also if a backward after the block needs weights that the block gathered.
     """
     for sharder in filter(None, map(get_optional_sharder, model.modules())):
         sharder.check_can_unshard()
@@ -152,10 +152,10 @@ def _guard_saved_weights(model: nn.Module) -> Iterator[None]:
             return saved
         if is_over:
             raise RuntimeError(
-                "Backward through an `unshard_fsdp2_model` block that has ended: the weights gathered for it are freed."
-                " Inside the block, read weights under `torch.no_grad()`. To train on them, use them in the forward of"
-                " their own module. For a penalty on weights, use the optimizer's `weight_decay`, or add the gradient"
-                " of the penalty to each `p.grad` in `on_before_optimizer_step`."
+                "Backward through an `unshard_fsdp2_model` block that has ended: the weights it gathered are freed."
+                " Inside the block, read weights under `torch.no_grad()`. If the loss depends on weights, use them in"
+                " the forward of their own module. For a penalty on weights, use the optimizer's `weight_decay`, or add"
+                " the gradient of the penalty to each `p.grad` in `on_before_optimizer_step`."
             )
         return saved[0]
 
@@ -186,7 +186,7 @@ def _reshard_units(modules: Iterable[FSDPModule]) -> None:
 
 
 class _Unregistered(FSDPModule):
-    """``FSDPModule`` with an ``__init_subclass__`` that does nothing, so that the user's own is not called."""
+    """``FSDPModule`` whose ``__init_subclass__`` does nothing, so that the method of the user's class is not called."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
@@ -201,7 +201,7 @@ def _check_class(cls: type[nn.Module]) -> None:
     if issubclass(cls, FSDPModule):
         return
     try:
-        # bypasses any `__new__` and `__setattr__` that the user's class defines
+        # bypass any `__new__` and `__setattr__` that the user's class defines
         object.__setattr__(object.__new__(cls), "__class__", type(cls.__name__, (_Unregistered, cls), {}))
     except TypeError as error:
         bases = [base.__name__ for base in cls.__bases__]

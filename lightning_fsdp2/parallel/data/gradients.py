@@ -220,7 +220,7 @@ def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[
 
 
 def _reduce_partial(parameters: Iterable[Tensor]) -> None:
-    """Reduce gradients that are partial sums on each rank to the placements of their parameters."""
+    """Reduce gradients of which each rank holds only a partial sum, so that they are placed like their parameters."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
@@ -245,7 +245,7 @@ def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of |g|^p over this rank's elements, or the largest |g| for the infinity norm; 0 if it has none."""
+    """Return this rank's sum of |g|^p, or its largest |g| for the infinity norm; 0 if the rank has no elements."""
     powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
     for group in _group_for_foreach(gradients):
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)

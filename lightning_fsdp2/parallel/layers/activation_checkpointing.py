@@ -119,7 +119,7 @@ class _Checkpoint:
             )
         args, kwargs = self.caches.drop(args, kwargs)  # drop caches, because the recomputation would fill them again
         if self.is_selective:
-            # compute pending sums now: kept results are found by their order, which a later all-reduce would change
+            # compute pending sums now: kept results are matched by their order, which a later all-reduce would change
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 

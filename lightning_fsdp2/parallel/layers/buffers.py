@@ -60,8 +60,9 @@ class LayerBuffers:
     def refuse_changes(self) -> Iterator[None]:
         """Raise an error if a compiled forward inside the block changes a buffer.
 
-        The recomputation is a part of the compiled code, and might see the new value of the buffer. The statistics of
-        torch's own norms may change, because a forward that changes them does not read them.
+        Compiled code also recomputes the layer for backward, and the recomputation could read the new value of the
+        buffer. Running statistics of torch's own norms are allowed to change, because a forward that changes them does
+        not read them.
 
         Raises:
             ValueError: At the end of the block, if the forward has changed any other buffer.

@@ -42,8 +42,8 @@ _ATTENTION_AND_COLLECTIVES = {
 }
 
 _FLASH_ATTENTION = "flash_attn"
-"""Text that occurs in the operator namespaces of flash attention packages, and of the flash attention kernels that
-transformers loads from the Hub."""
+"""Substring by which the operators of flash attention are recognised. It occurs in the namespaces of flash attention
+packages, and of the kernels that transformers loads from the Hub."""
 
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
 
@@ -66,7 +66,7 @@ class Selection:
         has_biased_experts = any(getattr(module, "has_bias", False) for module in layer.modules())
         self._products = _PRODUCTS if has_biased_experts else {*_PRODUCTS, _GROUPED_PRODUCT}
         self._read: int | None = None
-        """Number of expensive operations in a layer before the last tensor that autograd saves. None until they are
+        """Number of expensive operations that a layer runs before autograd saves the last tensor. None until they are
         counted."""
 
     def make_contexts(self) -> Contexts:
@@ -98,7 +98,7 @@ class Selection:
 
     @contextmanager
     def _watch(self, forward: AbstractContextManager[Any], counts: Counter[bool]) -> Iterator[None]:
-        """Count the expensive operations in a forward before the last tensor that autograd saves."""
+        """Count the expensive operations that a forward runs before autograd saves the last tensor."""
         pack, unpack = get_saved_tensors_hooks()  # the checkpoint's own hooks, which must still run
         read = 0
 

@@ -29,7 +29,11 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class _Slot(NamedTuple):
-    """Place where a module holds a parameter: the raw one for forward and backward, the distributed one otherwise."""
+    """Place in a module that alternately holds two forms of the same parameter.
+
+    In forward and backward, it holds the ``raw`` parameter, which megatron-fsdp gathers. At other times, it holds the
+    ``distributed`` parameter, which is sharded.
+    """
 
     holder: dict[str, nn.Parameter | None]
     name: str
@@ -177,7 +181,7 @@ class Driver:
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
         """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
-        # does not use the public setter, which would warn each time
+        # do not use the public setter, which would warn each time
         before, self.wrapper.model_auto_sync = self.wrapper.model_auto_sync, False
         try:
             yield

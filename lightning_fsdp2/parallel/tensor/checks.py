@@ -301,7 +301,7 @@ def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -
 def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
-    except Exception:  # raised for fields that differ between layers, whose weight sizes are checked anyway
+    except Exception:  # raised if layers differ in this field; their weight sizes are checked anyway
         return None
 
 

@@ -165,7 +165,7 @@ class _LocalParameters:
     def _to_local(self, parameters: list[Any], slots: list[tuple[nn.Module, str, Layout]]) -> list[Any]:
         """Return the part of each parameter that this rank stores.
 
-        In backward, a single all-reduce sums the gradients of all partial parameters.
+        In backward, a single all-reduce sums the gradients of all parameters for which each rank computes a summand.
         """
         local = [parameter.to_local() for parameter in parameters]
         partial = [i for i, (_, _, layout) in enumerate(slots) if layout.is_partial and local[i].requires_grad]

@@ -181,7 +181,7 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    if not set(own) - names:  # every class with a head has at least a plan for the head, which shards no layers
+    if not set(own) - names:  # a class with a head always has an entry for the head, which alone shards no layers
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give a plan as FSDP2Config(tp_plan={{...}}), from"
             " module names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
@@ -201,7 +201,7 @@ class NoPlanError(ValueError, AssertionError):
 
 
 def _add_ends(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) -> dict[str, "str | ParallelStyle"]:
-    """Add entries to a plan that shard the input embedding and the output head over the vocabulary.
+    """Extend a plan with entries that shard the input embedding and the output head over the vocabulary.
 
     Entries that the plan already has for these modules are kept.
     """
@@ -251,7 +251,7 @@ def _find(module: Any, path: list[str]) -> bool:
 
 
 def to_torch_style(style: ParallelStyle) -> ParallelStyle:
-    """Return the equivalent torch style, or ``style`` itself if torch has none."""
+    """Return the torch style that is equivalent to ``style``, or ``style`` itself if torch has none."""
     return next((theirs() for theirs, ours in _TORCH_STYLES if ours == style), style)
 
 

@@ -33,7 +33,7 @@ class Stack:
         self.whole = 0
         self.local = 0
         self.embeddings: list[Summands] = []
-        """Results of the input embedding in the current forward whose sum over the ranks is still pending."""
+        """Results of the input embedding in the current forward that are not yet summed over the ranks."""
 
     @property
     def is_active(self) -> bool:

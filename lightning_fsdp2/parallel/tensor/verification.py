@@ -92,7 +92,7 @@ class LayerVerification:
         for tensor in results:
             kind = graph.get_kind(_get_edge(tensor))
             is_result = tensor is results[0]
-            # a scalar must be equal on all ranks, because it is a loss, which is added to the model's loss
+            # a scalar must be equal on all ranks, because it is a loss that is later added to the model's loss
             # other results may differ between ranks: attention weights and cached keys belong to a rank's own heads
             wanted = self.returns if is_result else Kind.EQUAL if tensor.ndim == 0 else Kind.EITHER
             if {kind, wanted} == {Kind.EQUAL, Kind.OWN}:

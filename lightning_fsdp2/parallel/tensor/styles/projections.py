@@ -16,8 +16,8 @@ from lightning_fsdp2.parallel.tensor.styles.base import Style
 from lightning_fsdp2.ranks.collectives import copy_to_ranks, gather_shards, get_shard_range, reduce_scatter, split
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
-"""Name of the attribute that keeps the total number of outputs of a ``Conv1D``. Its ``nf`` becomes this rank's number.
-"""
+"""Name of the attribute that keeps the total number of outputs of a ``Conv1D``, whose ``nf`` is set to the number of
+outputs on this rank."""
 
 
 @dataclass(unsafe_hash=True)
