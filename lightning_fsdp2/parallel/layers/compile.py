@@ -47,8 +47,8 @@ def apply_compile(
     Args:
         structure: Structure of the model.
         tensor_parallel: Whether the layers are tensor parallel. If so, a layer's first call with gradients runs without
-            compilation, so that :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` can follow the
-            autograd graph. So does the first call after the set of trained parameters has changed.
+            compilation, and so does the first such call after the set of trained parameters has changed. In these
+            calls, :class:`~lightning_fsdp2.parallel.tensor.verification.LayerVerification` follows the autograd graph.
         fusion: Fusion of the layers' collectives with matrix products. None if collectives are not fused.
         backend: Backend of ``torch.compile``.
 

@@ -310,7 +310,7 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """Return whether a forward hook may read a module's result, because the user has registered it.
+    """Return whether a forward hook comes from the user, and may therefore read a module's result.
 
     Hooks that belong to torch, such as those of FSDP2, and hooks of this package do not read the result.
     """

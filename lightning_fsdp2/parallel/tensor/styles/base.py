@@ -26,8 +26,8 @@ class Style(ParallelStyle):
     """Tensor parallel style, which defines how the ranks shard a module and run it together."""
 
     is_boundary: ClassVar[bool] = False
-    """Whether the module converts values that are equal on all ranks to values that differ between ranks, or the
-    reverse."""
+    """Whether the module converts values that are equal on all ranks to values that differ between ranks, or vice
+    versa."""
 
     reduces: ClassVar[bool] = False
     """Whether the module's result is a sum over the ranks."""
