@@ -220,7 +220,7 @@ def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[
 
 
 def _reduce_partial(parameters: Iterable[Tensor]) -> None:
-    """Reduce gradients of which each rank holds only a partial sum, so that they are placed like their parameters."""
+    """Reduce partial gradients over the ranks, so that they are placed like their parameters."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
