@@ -60,7 +60,7 @@ class BackgroundWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is in progress. Only :meth:`poll`, :meth:`wait` and :meth:`settle` end it."""
+        """Whether a save is in progress: started, and not yet ended by :meth:`poll`, :meth:`wait` or :meth:`settle`."""
         return self._save is not None
 
     def start(self, tensors: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
@@ -78,7 +78,7 @@ class BackgroundWriter:
             versions = _get_versions(tensors)
             self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
             self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
-        # if a copy fails on one rank, the write must fail on every rank instead of waiting for that rank
+        # share the error of a failed copy first: in `write`, the other ranks would wait for the rank that failed
         self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
     def wait_for_copies(self) -> None:
@@ -124,7 +124,7 @@ class BackgroundWriter:
         on_every_rank(lambda: [action() for action in actions], self._group)
 
     def settle(self) -> None:
-        """Wait for the save in progress without communication, since other ranks may be dead. Log its error, if any."""
+        """Wait for the save in progress without contacting other ranks, which may be dead. Log its error, if any."""
         if self._save is None:
             return
         failure = self._save.exception()
@@ -142,8 +142,8 @@ class BackgroundWriter:
         return actions
 
     def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Wait for the copies before an optimizer step without a closure. torch calls this hook before every step."""
-        # Lightning's own steps have a closure, in which the strategy waits for the copies after forward and backward
+        """Wait for the copies before an optimizer step that has no closure. torch calls this hook before every step."""
+        # Lightning passes a closure that runs forward and backward; at its end, the strategy waits for the copies
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
         if not has_closure:
             self.wait_for_copies()
@@ -165,8 +165,8 @@ class BackgroundWriter:
 
 def _yield_to_training() -> None:
     """Lower the priority of this thread below that of the training threads."""
-    if sys.platform == "linux":  # on other systems, the priority applies to the whole process
-        with suppress(OSError):  # a sandbox may forbid a change of priority
+    if sys.platform == "linux":  # elsewhere, this would set the priority of the whole process
+        with suppress(OSError):  # a sandbox may forbid changing the priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 

@@ -58,7 +58,7 @@ def read_whole_checkpoint(
 
     Args:
         path: Checkpoint directory or single file.
-        with_optimizers: Whether to read optimizer states, in which parameters have numbers as in
+        with_optimizers: Whether to read optimizer states. They identify parameters by number, as in
             ``Optimizer.state_dict``.
         verify: Whether to compare the data with its checksums.
         trust: Whether the checkpoint may hold arbitrary objects, which can run code when they are loaded.

@@ -30,8 +30,8 @@ def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        ValueError: When the checkpoint is incomplete, has a different format or a later version of the format, or when
-            one of its small files is damaged.
+        ValueError: When the checkpoint is incomplete, when its format is unknown or is from a later version of this
+            package, or when one of its small files is damaged.
     """
     found = resolve_checkpoint(path)
     if found.is_dir():
@@ -131,7 +131,7 @@ def _check_version(path: AnyPath) -> None:
 
 
 def _is_ours(path: AnyPath) -> bool:
-    """Return whether this package wrote a directory, by searching the bytes of ``meta.pt`` for one of its own keys."""
+    """Return whether this package wrote a directory, by searching ``meta.pt`` for a key that the package uses."""
     file = path / METADATA_FILE
     return file.exists() and EXTRA_STATES_KEY.encode() in file.read_bytes()
 

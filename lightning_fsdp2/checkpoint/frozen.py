@@ -1,4 +1,4 @@
-"""Checkpoints without the frozen weights of pretrained models, which are read from the model's own files instead."""
+"""Checkpoints without the frozen weights of pretrained models, which are read from these models' files instead."""
 
 from collections.abc import Sequence
 from pathlib import Path

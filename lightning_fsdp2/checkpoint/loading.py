@@ -98,7 +98,7 @@ def load_model_state(
         with _own_meshes_for_renamed(model):
             model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
-        if "Error(s) in loading state_dict" not in str(error):  # a user's hook has raised the error
+        if "Error(s) in loading state_dict" not in str(error):  # raised by a user's hook
             raise
         name = get_class_name(model)
         remedy = (
@@ -119,7 +119,8 @@ def load_optimizer_states(
     """Load a checkpoint's optimizer states into ``optimizers``.
 
     Raises:
-        ValueError: When the number of optimizers, their parameter groups or the parameters in the groups differ.
+        ValueError: When ``optimizers`` differ from those of the checkpoint in number, in parameter groups, or in the
+            parameters of a group.
     """
     if len(states) != len(optimizers):
         raise ValueError(

@@ -166,7 +166,10 @@ def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
 def _name_parameters(
     state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
 ) -> dict[str, Any]:
-    """Replace parameter numbers in a single file's optimizer state with names, from the file or else from the model."""
+    """Replace parameter numbers in a single file's optimizer state with names.
+
+    The names come from the file if it has usable ones, and otherwise from the model.
+    """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state

@@ -24,7 +24,7 @@ class FileLayout:
     """Dtype of the model: that of its first floating-point tensor."""
 
     specs: dict[str, Tensor]
-    """Tensors of the model that are stored, as meta tensors in their stored dtypes."""
+    """The model's tensors from which the stored tensors are computed, on the meta device and in their final dtypes."""
 
     files: dict[str, list[str]]
     """Names of the tensors in each file, by the name of the file."""
@@ -36,7 +36,10 @@ class FileLayout:
     """Size of all tensors, in bytes."""
 
     convert: Callable[[Mapping[str, Tensor], Iterable[str]], dict[str, Tensor]]
-    """Function that computes the stored tensors of the given names from the model's tensors in their stored dtypes."""
+    """Function that computes the stored tensors with the given names from the model's tensors.
+
+    The model's tensors must have the dtypes in ``specs``.
+    """
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
         """Return the names of the model's tensors that are needed to compute the stored tensors ``names``.
@@ -62,7 +65,7 @@ def build_file_layout(
         specs: The model's tensors on the meta device.
         tied: Names of tied tensors that are stored only once, under a different name.
         dtype: Dtype of floating-point tensors; None keeps their dtypes.
-        max_shard_size: Maximum size of a file, in bytes or as text such as ``"5GB"``.
+        max_shard_size: Maximum size of a file, in bytes or as a string like ``"5GB"``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 

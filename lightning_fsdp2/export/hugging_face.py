@@ -74,7 +74,7 @@ def export_hf(
             tokenizer's end token, because a base model that was fine-tuned on chats has learned this token.
         dtype: Dtype of the floating-point weights, except those that the model's authors keep in float32. None keeps
             their dtypes.
-        max_shard_size: Maximum size of a file, in bytes or as text such as ``"5GB"``. An adapter is always one file.
+        max_shard_size: Maximum size of a file, in bytes or as a string like ``"5GB"``. An adapter is always one file.
         merge: Whether to merge a LoRA adapter into the weights of its base and write a model without adapters.
         pretrained: Directory of the model that training began with, if this directory has moved since. It is needed for
             checkpoints without the frozen weights of this model (``CheckpointConfig(frozen_parameters=False)``).
@@ -236,7 +236,7 @@ def _merge(weights: Weights) -> Weights:
 def _build_layout(weights: Weights, dtype: ExportDtype | torch.dtype | None, max_shard_size: int | str) -> FileLayout:
     if not _is_size(max_shard_size):
         raise ValueError(
-            f"export_hf(max_shard_size={max_shard_size!r}) must be a positive number of bytes, or text such as '5GB'."
+            f"export_hf(max_shard_size={max_shard_size!r}) must be a positive number of bytes, or a string like '5GB'."
         )
     if weights.adapted is not None:
         return build_adapter_file_layout(weights, _get_dtype(dtype))
@@ -267,7 +267,7 @@ def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
 
 
 def _write_round(folder: Path, weights: Weights, layout: FileLayout, files: Sequence[tuple[str, list[str]]]) -> None:
-    """Gather the tensors of one file per rank (in the last round, maybe of fewer files), and write this rank's file."""
+    """Gather the tensors of ``files``, at most one file per rank, and write this rank's file if it has one."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]

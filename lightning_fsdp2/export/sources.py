@@ -48,7 +48,7 @@ class Weights:
     """The model's tensors on the meta device, by name."""
 
     read: Callable[[Sequence[Wanted]], dict[str, Tensor]]
-    """Function that takes the tensors that each rank wants, and returns this rank's tensors, whole and in host memory.
+    """Function that takes what each rank wants to read, and returns this rank's tensors, whole and in host memory.
 
     Every rank must call this function.
     """

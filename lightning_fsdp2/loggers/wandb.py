@@ -157,7 +157,7 @@ class WandbLogger(loggers.WandbLogger):
 
     @rank_zero_only
     def continue_run(self, state: Mapping[str, Any]) -> None:
-        """Continue the run that a checkpoint's ``state`` from :meth:`get_state` describes, unless ``id`` was given."""
+        """Continue a checkpoint's run, given the ``state`` that :meth:`get_state` returned, unless ``id`` was set."""
         if self._is_id_given or state["id"] == self.version:
             return
         if self._experiment is None:

@@ -160,7 +160,7 @@ class CausalLM(LightningModule):
             self._logits_tail = trace_logits_tail(self.model)
 
     def _check_causal(self) -> None:
-        # a subclass with its own `training_step` may have a loss for which tokens may attend to later tokens
+        # a subclass with its own `training_step` may use a loss for which attention to later tokens is fine
         if type(self).training_step is CausalLM.training_step:
             source = "config=..." if self.pretrained is None else f"pretrained={self.pretrained!r}"
             check_causal(self.hf_config, source)
@@ -231,7 +231,10 @@ class CausalLM(LightningModule):
         self._update_evaluation_loss(batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return each sequence's sum of log-probabilities and number of tokens, as two tensors of shape [batch]."""
+        """Return the log-probability of each sequence's labels, and the number of these labels.
+
+        Both results, ``log_probability`` and ``tokens``, are tensors of shape [batch].
+        """
         losses, counts = self._compute_token_losses(batch)
         sums = sum_over_positions(self.model, torch.stack([-losses.sum(-1).double(), counts.sum(-1).double()]))
         return {"log_probability": sums[0].to(losses.dtype), "tokens": sums[1].long()}
@@ -280,7 +283,8 @@ class CausalLM(LightningModule):
         if getattr(datamodule, "separate_documents", False):
             is_sharded = get_optional_sharding(self.model) is not None
             return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
-        # Without `position_ids`, no sequences are packed. A search for packed sequences would make the CPU wait.
+        # Without `position_ids`, no sequences are packed. Spare transformers the check for packed sequences, because
+        # it would make the CPU wait for the device.
         return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
@@ -363,7 +367,7 @@ class CausalLM(LightningModule):
 
 
 def _prepare_fused(optimizer: Optimizer) -> None:
-    """Make an optimizer use torch's fused kernel where there is one, and keep gradient clipping possible."""
+    """Make an optimizer use torch's fused kernel if there is one, in a way that still allows gradient clipping."""
     groups = optimizer.param_groups
     without = sorted({p.device.type for group in groups for p in group["params"] if not has_fused_optimizers(p.device)})
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not without:

@@ -101,7 +101,7 @@ def build_pretrained_model(
 def build_model(
     config: "PretrainedConfig", *, auto_class: str = "AutoModelForCausalLM", on_meta: bool, **options: Any
 ) -> "PreTrainedModel":
-    """Build a model from ``config`` in training mode, without weights if ``on_meta`` is True, else with new weights."""
+    """Build a model in training mode from ``config``. Its weights are new, or absent if ``on_meta`` is True."""
     model_class = _get_class(auto_class)
     _check_config_is_of(model_class, config)
     build = getattr(model_class, "from_config", None) or partial(build_from_config, model_class)

@@ -70,7 +70,7 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
 
 
 def check_names(model: nn.Module, names: Set[str]) -> None:
-    """Raise an error for a misspelt name in a batch. Otherwise, models of transformers would ignore unknown names.
+    """Raise an error for a misspelt name in a batch, because transformers' models silently ignore unknown names.
 
     Args:
         model: Model from transformers.

@@ -109,7 +109,7 @@ def add_lora(
     _check_modules(model, config, folder)
     on_meta = model.device.type == "meta"
     # a copy, because peft fills in missing fields
-    # `autocast_adapter_dtype=False` keeps the model's dtype, since all shards of an FSDP2 unit must have one dtype
+    # `autocast_adapter_dtype=False` gives adapters the model's dtype, because an FSDP2 unit must have a single dtype
     own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
     adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
     adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path

@@ -53,8 +53,8 @@ _LENGTH, _CHANGED_FROM = 16, 10
 _TOLERANCE = 1e-3
 """Largest change that counts as rounding, as a fraction of the largest logit.
 
-Later tokens change the logits by 0.7 % or more in every architecture whose tokens attend to them. Rounding changes
-logits by a millionth, when experts get other groups of tokens."""
+Later tokens change the logits by 0.7 % or more in every architecture whose tokens attend to them. Rounding
+changes them by a millionth, for example because later tokens change how tokens are grouped for experts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Trial:
     """Whether the logits at a position do not depend on later tokens."""
 
     lost_positions: int | None
-    """Number of positions in the config that the model does not accept; None if it accepts more than the config has."""
+    """How many positions fewer than in its config the model accepts; None if it accepts more, or if this is unknown."""
 
 
 _TRIALS: dict[str, Trial | None] = {}
@@ -82,7 +82,7 @@ def try_config(config: "PretrainedConfig") -> Trial | None:
 
 def _try_cuts(config: "PretrainedConfig") -> Trial | None:
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers gives its warnings when the real model is built
+    logging.set_verbosity_error()  # the real model will cause the same warnings when it is built
     try:
         for cuts_widths in (True, False):
             # transformers may raise any error if the reduced fields of a config do not fit together
@@ -128,7 +128,7 @@ def _count_lost_positions(model: nn.Module, config: "PretrainedConfig") -> int |
         except (IndexError, RuntimeError):
             continue
         return None if length > positions else positions - length
-    raise ValueError("It takes no sequence of any length.")
+    raise ValueError("The model accepted none of these lengths.")
 
 
 def _run(model: nn.Module, tokens: Tensor) -> Tensor:

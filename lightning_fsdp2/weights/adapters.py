@@ -1,4 +1,4 @@
-"""Work with the adapters that peft adds to a model: remove them for a while, find their names, and initialise them.
+"""Work with the adapters that peft adds to a model: remove them temporarily, find their names, and initialise them.
 
 Each layer of peft replaces a module of the model, and keeps the replaced module as ``base_layer`` or
 ``original_module``. peft is imported only if a model has adapters.
@@ -114,7 +114,7 @@ def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
     if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
-    # peft's constructors draw these values too; with `init_lora_weights=False`, `reset_lora_parameters` keeps them
+    # draw values as peft's constructors do, because `reset_lora_parameters` keeps them if `init_lora_weights` is False
     for part in pair:
         part.reset_parameters()
     for parameter in embeddings:

@@ -87,7 +87,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, build_config())
-    skeleton.config = build_config()  # a fresh config, because building the model adds fields to its own
+    skeleton.config = build_config()  # a new config, because building the model has added fields to the first
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:

@@ -70,7 +70,7 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
 def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
     """Broadcast the parameters and buffers of the mesh's first rank to all ranks, as DDP does.
 
-    Ranks that have different seeds build different weights.
+    Otherwise, ranks with different seeds would start with different weights.
 
     Args:
         model: Model that is not sharded yet. Its tensors on the meta device are skipped.

@@ -343,7 +343,7 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
 
 
 def _check_loaded(model: Any, info: Any, source: _Source) -> None:
-    """Refuse files that do not fit the model. transformers would only warn, and train the wrong weights."""
+    """Refuse files that do not fit the model. transformers would only warn, and some weights would be wrong."""
     info = copy.copy(info)
     drop_harmless_keys(model, info)
     missing = {

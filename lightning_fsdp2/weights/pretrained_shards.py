@@ -82,7 +82,7 @@ def _sort(
 
 @contextmanager
 def _reading_one_after_the_other() -> Iterator[None]:
-    """Make transformers read one tensor at a time inside the block, as its threads would hold many whole tensors."""
+    """Make transformers read one tensor at a time in the block. Its threads would otherwise hold many whole tensors."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -96,14 +96,14 @@ def _reading_one_after_the_other() -> Iterator[None]:
 
 
 class _ShardKeeper:
-    """Hook that keeps only this rank's shard of each loaded parameter. ``nn.Module`` calls it on registration."""
+    """Hook that keeps only this rank's shard of a loaded parameter. torch calls it when a parameter is registered."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.originals: dict[Slot, Any] = {}
         """Original parameters that are replaced, while loading, by parameters that are whole along some dims."""
         self.on_host: set[str] = set()
-        """Names of the replaced parameters. They are converted on the CPU, as an accelerator may be too small."""
+        """Names of the replaced parameters. They are converted on the CPU, as an accelerator may lack the memory."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
         """Replace a parameter, while loading, by one that is whole along the dims that ``converter`` mixes."""
@@ -190,8 +190,8 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # A packed shard consists of one part of each of the weight's `parts` pieces. When the loader stacks experts, it
-        # also takes a part of each stored piece, so its shard is right if there are as many stored pieces as `parts`.
+        # A packed weight consists of `parts` pieces, and its shard of one part from each piece. When the loader stacks
+        # experts, it takes one part from each stored piece. The two agree if there are `parts` stored pieces.
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()
@@ -205,7 +205,7 @@ def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    # a whole parameter is not made a DTensor, because the loader would move a DTensor to the device of the mesh
+    # leave a whole parameter a plain tensor, because the loader would move a DTensor to the mesh's device
     return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 

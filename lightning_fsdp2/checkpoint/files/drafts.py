@@ -37,7 +37,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # older versions used this name, which may also be the name of a checkpoint
+_OLD_REPLACED = "replaced"  # used by older versions, although a checkpoint may have the same name
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -222,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _check_replaceable(target: AnyPath) -> None:
-    """Refuse to replace a file or folder unless it is empty, or is a complete or incomplete checkpoint."""
+    """Refuse to replace a file or folder, unless it is empty or is a checkpoint, even an incomplete one."""
     if is_local(target) and target.is_symlink():
         return
     if target.is_dir():
@@ -249,7 +249,10 @@ def _is_file_expendable(path: AnyPath) -> bool:
 
 
 def _remove_in_place(path: Path) -> None:
-    """Remove a directory without moving it first, for a full disk. Start with the files that every reader needs."""
+    """Remove a checkpoint directory where it is, if the disk is too full to create a hidden folder for it.
+
+    Two files that every reader needs are removed first, so that an interrupted removal leaves no readable checkpoint.
+    """
     for name in (".metadata", SUMMARY_FILE):
         (path / name).unlink(missing_ok=True)
     shutil.rmtree(path)
@@ -302,7 +305,7 @@ class _Container:
 
 def _clean(container: Path) -> None:
     for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
-        # require a draft of the same name, because a folder called `replaced` may itself be the draft of a checkpoint
+        # restore only if there is a draft of the same name, because a folder called `replaced` may itself be a draft
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)

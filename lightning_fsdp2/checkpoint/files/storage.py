@@ -87,7 +87,7 @@ class DurableFile:
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        with suppress(OSError):  # some file systems refuse this call, which is only advice
+        with suppress(OSError):  # the call is only advice, and some file systems refuse it
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 

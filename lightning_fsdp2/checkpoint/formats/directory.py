@@ -258,7 +258,7 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
         for cause in causes:
             if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
-                raise cause from error  # the cause has a complete message of its own
+                raise cause from error  # the cause's message is complete
         reasons = "; ".join(map(get_reason, causes)) or error
         raise RuntimeError(
             f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If this was a read,"
@@ -331,13 +331,13 @@ def _partition(values: dict[str, Any], is_second: Callable[[str, Any], bool]) ->
 
 
 def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split an optimizer's state into the part that DCP saves, containers, and additional entries.
+    """Split an optimizer's state into three: the part that DCP saves, the containers, and the additional entries.
 
     Containers are values that DCP would not restore unchanged, mostly dicts and lists in the states of parameters.
     Additional entries are those other than ``state`` and ``param_groups``.
     """
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
-    # some optimizers also keep shared values in `state`, and these are not always dicts
+    # some optimizers also keep values in `state` that all parameters share, and these are not always dicts
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
     parted = {key: _partition(value, _is_container) for key, value in values.items()}
     kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
@@ -349,7 +349,7 @@ def _is_extra_state(name: str, value: Any) -> bool:
 
 
 def _is_container(key: Any, value: Any) -> bool:
-    # values with number keys go to `meta.pt` too, because DCP would return their keys as strings
+    # values whose keys are numbers go to `meta.pt` too, because DCP would turn these keys into strings
     return isinstance(value, dict | list | tuple) or not isinstance(key, str)
 
 
@@ -370,8 +370,8 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
     if different:
         raise ValueError(
             f"The state of {name} holds plain tensors that differ by rank ({', '.join(different[:5])}), but a"
-            " checkpoint can only hold those of one rank. Change the optimizer so that its states are DTensors, which"
-            " operations on its DTensor parameters return."
+            " checkpoint can only hold those of one rank. Change the optimizer so that it computes its states from its"
+            " DTensor parameters, not from their local shards: the states are then DTensors."
         )
 
 
