@@ -32,7 +32,7 @@ def get_optimizer_state(
     Args:
         model: Model whose parameter names are used.
         optimizer: Optimizer of parameters of ``model``.
-        own_state: Result of ``optimizer.state_dict()``. None calls that method here.
+        own_state: Result of ``optimizer.state_dict()``. If it is None, this function calls that method.
 
     Raises:
         ValueError: When the optimizer holds parameters that ``model`` does not have, or keeps states in tensor

@@ -108,7 +108,7 @@ class _Merge:
         for path in {self._paths[name] for name in own if self._paths[name]}:
             parts = {key.removeprefix(f"{path}."): tensors.pop(key) for key in [*tensors] if key.startswith(f"{path}.")}
             tensors |= {f"{path}{_BASE}{key}": tensor for key, tensor in self._merge(path, parts).items()}
-        # `pop` lets each tensor be freed once it is converted, so that not all tensors are in memory twice
+        # `pop` lets each tensor be freed once it is converted, so that the tensors are not all in memory twice
         return {name: tensors.pop(self._sources[name]).to(dtype) for name, dtype in own.items()}
 
     @torch.no_grad()

@@ -131,7 +131,7 @@ def open_checkpoint(
         stored = {name: prefix + name for name in own if name not in tensors}
         whole = read_whole_tensors(path, list(stored.values()), verify=verify, trust=trust) if stored else {}
         tensors |= {name: whole.pop(key) for name, key in stored.items()}
-        # `pop` lets each tensor be freed once it is converted, so that not all tensors are in memory twice
+        # `pop` lets each tensor be freed once it is converted, so that the tensors are not all in memory twice
         return {name: tensors.pop(name).to(dtype) for name, dtype in own.items()}
 
     return Weights(skeleton=skeleton, description=description, specs=specs, read=read, adapted=adapted)

@@ -59,8 +59,8 @@ def load_from_checkpoint(
 
     Raises:
         FileNotFoundError: When there is no checkpoint.
-        TypeError: When ``cls`` is not a LightningModule or LightningDataModule, or the checkpoint lacks one of its
-            arguments.
+        TypeError: When ``cls`` is not a LightningModule or LightningDataModule, or the checkpoint lacks an argument
+            that ``cls`` requires.
         ValueError: When the checkpoint is incomplete, damaged or from a different model, or when it contains arbitrary
             objects and is not trusted. For a different model, the message lists missing and unexpected keys.
     """

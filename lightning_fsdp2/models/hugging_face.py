@@ -133,7 +133,7 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
     config = AutoConfig.for_model(model_type, **fields)
-    # only complete configs, such as those in checkpoints, have a version; other tools may have added fields to them
+    # skip complete configs, such as those in checkpoints, because other tools may have added fields to them
     if "transformers_version" not in fields:
         _check_fields(config, model_type, fields)
     return config

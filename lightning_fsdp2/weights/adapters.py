@@ -74,7 +74,7 @@ def check_can_initialize(root: nn.Module) -> None:
     """Refuse adapters on the meta device that :func:`initialize_adapters` cannot initialise.
 
     The initial values of some kinds of adapters depend on the base weights. For other kinds, this package does not
-    know how to compute them.
+    know how to compute the initial values.
 
     Raises:
         ValueError: If an adapter cannot be initialised.

@@ -194,7 +194,7 @@ def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
 
 
 def copy_shard_(target: DTensor, whole: Tensor) -> None:
-    """Copy this rank's part of ``whole`` into ``target`` without communication; ``whole`` is equal on every rank."""
+    """Copy this rank's part of ``whole`` into ``target`` without communication; ``whole`` is the same on every rank."""
     mesh, placements = target.device_mesh, target.placements
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     target.to_local().copy_(replicated.redistribute(mesh, placements).to_local())
