@@ -305,8 +305,8 @@ class MegatronFSDPConfig(_Flags):
     for each gradient."""
 
     average_in_collective: bool = False
-    """Whether the collective averages gradients, instead of adding up gradients that were scaled before. This flag must
-    stay False, because it fails in megatron-fsdp."""
+    """Whether the collective averages gradients, instead of adding up gradients that were scaled beforehand. This flag
+    must stay False, because it fails in megatron-fsdp."""
 
     disable_bucketing: bool = False
     """Whether all parameters of a kind are communicated at once, instead of in buckets of limited size."""
@@ -447,7 +447,7 @@ class CheckpointConfig(_Flags):
     """Whether checkpoints are written from copies in host memory while training continues."""
 
     verify: bool = True
-    """Whether each rank compares the data that it reads from a checkpoint with the checksums. A damaged checkpoint is
+    """Whether each rank checks the data that it reads from a checkpoint against the checksums. A damaged checkpoint is
     then an error."""
 
     save_at_end: bool = True

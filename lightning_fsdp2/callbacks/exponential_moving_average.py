@@ -52,7 +52,7 @@ class ExponentialMovingAverage(Callback):
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
-        # shards that currently hold averages, each with a copy of its own weights
+        # weight shards that currently hold averages instead, each with a copy of the weights to restore
         self._replaced: list[tuple[Tensor, Tensor]] = []
         # the result of `_pair`, cached because finding the shards takes one operation per shard
         self._pairs: tuple[list[Tensor], list[Tensor]] | None = None

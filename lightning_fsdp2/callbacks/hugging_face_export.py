@@ -28,7 +28,7 @@ class HuggingFaceExport(Callback):
     the first job has already exported its model.
 
     Args:
-        dirpath: Directory to write. None for ``huggingface`` in the directory of the logger or, without one, the
+        dirpath: Directory to write to. None for ``huggingface`` in the directory of the logger or, without one, the
             Trainer's ``default_root_dir``.
         model: Path of the model in the LightningModule, such as ``"student"``, if the LightningModule holds several.
         tokenizer: Directory or hub id of a tokenizer to save with the model. None for the data module's ``tokenizer``

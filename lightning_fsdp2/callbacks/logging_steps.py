@@ -30,7 +30,7 @@ def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tenso
         numbers: This rank's numbers, as Python numbers or as scalar tensors on any device.
 
     Returns:
-        [ranks, numbers] float64, in host memory.
+        A float64 tensor of shape [ranks, numbers], in host memory.
     """
     strategy = trainer.strategy
     device = strategy.root_device

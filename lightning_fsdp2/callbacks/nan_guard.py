@@ -36,7 +36,7 @@ class NaNGuard(Callback):
     (https://github.com/pytorch/torchtitan, ``trainer.py``). On a CPU, the error is raised at once.
 
     Raises:
-        RuntimeError: On every rank; the message names the step.
+        RuntimeError: On every rank, when a checked value is NaN or infinite. The message names the step.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class Preemption(Callback):
     yet, it saves nothing.
 
     The strategies of this package add a ``Preemption`` with default arguments to every fit that has none. The ranks
-    exchange one number per step, on the host and while the optimizer runs. This replaces a broadcast of Lightning,
+    exchange one number per step, on the host and while the optimizer runs. This replaces Lightning's own broadcast,
     which makes the host wait for the device in every micro-batch, and hangs if only one rank receives the signal
     (https://github.com/Lightning-AI/pytorch-lightning/issues/21487).
 
@@ -158,7 +158,7 @@ class Preemption(Callback):
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
         if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:
-            return 0  # Lightning's launcher, which runs in rank 0, would treat any other exit code as a crash
+            return 0  # Lightning's launcher, which runs in rank 0, would treat a non-zero exit code as a crash
         return 128 + signum if self.exit_code is None else self.exit_code
 
     # ------------------------------------------------------------------ signals
@@ -209,7 +209,7 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:
-    """Create a link to the last checkpoint at the path from which a requeued SLURM job resumes.
+    """Let a requeued SLURM job find the last checkpoint, by a link at the path from which the job resumes.
 
     The link stays valid if a later checkpoint replaces the last one at the same path. In an object store, the
     checkpoint is saved a second time instead.

@@ -18,7 +18,7 @@ _INITIAL_LOSS = "initial_loss"
 
 
 class RunReport(Callback):
-    """Callback that reports a run's loss, speed and checkpoints at its end, how to resume it, and a sample of text.
+    """Callback that reports, when a run ends, its loss, speed and checkpoints, how to resume it, and a sample of text.
 
     The validation loss is reported before and after training. The loss before training comes from the Trainer's sanity
     check; set ``num_sanity_val_steps=-1`` to use the whole validation set. The speed is in tokens per second, as

@@ -21,9 +21,9 @@ class Throughput(Callback):
     ``throughput/step_seconds``, ``throughput/data_share``, ``throughput/tflops_per_device`` and ``throughput/mfu``.
     Time spent on validation does not count.
 
-    ``data_share`` is the fraction of the time spent waiting for the data loader, on the rank that waited longest.
-    The copy to the device is not included. From pinned memory, this copy takes the host no time. From other memory, the
-    copy waits for earlier steps.
+    ``data_share`` is the fraction of the time that was spent waiting for the data loader, on the rank that waited
+    longest. The copy to the device is not included. From pinned memory, this copy takes the host no time. From other
+    memory, the copy waits for earlier steps.
 
     Tokens are the elements of ``batch["input_ids"]``, including padding. A batch that several tensor or context
     parallel ranks read counts once.

@@ -16,7 +16,7 @@ def consolidate(
         path: The checkpoint directory.
         output: The file to write. An existing file is replaced once the new file is complete.
         with_optimizers: Whether optimizer states are kept.
-        verify: Whether to compare the data that is read with its checksums.
+        verify: Whether to check the data that is read against its checksums.
         trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
     """
     consolidate_checkpoint(
@@ -63,7 +63,7 @@ def export(
         pretrained: Directory of the model that training began with. Needed only if this directory has moved since, and
             the checkpoint does not hold the frozen weights.
         overwrite: Whether to replace a directory that is not empty, once the new one is complete.
-        verify: Whether to compare the data that is read with its checksums.
+        verify: Whether to check the data that is read against its checksums.
         trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
     """
     from lightning_fsdp2.export.hugging_face import export_hf

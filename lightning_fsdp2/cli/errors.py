@@ -37,7 +37,7 @@ def is_first_of_node() -> bool:
 
 
 def has_refusal(error: BaseException) -> bool:
-    """Return whether a user can fix ``error``, or the original error that jsonargparse wrapped in it.
+    """Return whether ``error``, or an original error that jsonargparse wrapped in it, is one that the user can fix.
 
     jsonargparse turns any error in an ``__init__`` into a ValueError. A plain ValueError also counts as an error that
     the user can fix, since a user's own class may raise one.

@@ -103,7 +103,7 @@ class CLITrainer(Trainer):
             device: Kind of the devices: a100, h100, h200, b200 or mi300x.
             memory: Memory of a device in GiB, if it differs from the usual memory of this kind.
             memory_bandwidth: Memory bandwidth of a device in GB per second, if it differs from the usual one.
-            network_bandwidth: Bandwidth to other nodes in GB per second and device, in one direction.
+            network_bandwidth: Bandwidth to other nodes in GB per second per device, in one direction.
             devices_per_node: Number of devices that the fast links connect. None for trainer.devices if world_size is
                 the number of devices in the config, and for 8 otherwise.
             product_tflops: TFLOP/s that matrix products reach in bfloat16, for the estimate; None for the published

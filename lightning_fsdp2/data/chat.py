@@ -36,7 +36,7 @@ class ChatDataModule(SequenceDataModule):
     Every batch is ``{"input_ids", "labels", "position_ids"}``, int64 tensors of shape [batch_size, sequence_length].
     Several whole conversations are packed into a sequence. ``position_ids`` restart at each conversation, so that no
     conversation attends to another. The model's attention must respect ``position_ids``; ``CausalLM`` rejects models
-    with other attention. Flash attention respects ``position_ids`` only at ``batch_size=1`` or under context
+    whose attention does not. Flash attention respects ``position_ids`` only at ``batch_size=1`` or under context
     parallelism. Conversations longer than a sequence are truncated, and a warning says how many were truncated.
 
     One process per node tokenises the data, in ``prepare_data``. All other processes, and later runs with the same
@@ -170,7 +170,7 @@ class ChatDataModule(SequenceDataModule):
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # if the rows are not conversations or have only empty answers, raise an error about that instead
+            # if the rows are not conversations or have only empty answers, report that rather than the failed split
             _refuse_empty(self._tokenize(rows), "training")
             raise
 

@@ -44,8 +44,8 @@ def add_dummy_image(
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # The processor may return values per token that the batch lacks, such as token types. The text's tokens get zeros.
-    # An attention mask is not added, because without one, the model attends to all tokens.
+    # Add per-token inputs that the processor returns but the batch lacks, such as token types, with zeros for the text.
+    # An attention mask need not be added: without one, the model attends to all tokens.
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)
     grown = dict(seen)

@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 16
 
 # torchdata's StatefulDataLoader does not work here, because it keeps its position in its iterator.
 # Lightning 2.6 creates the iterator before it sets the sampler's epoch.
-# With torchdata 0.11 and a DistributedSampler, we measured that resuming fails in three cases.
+# In our tests with torchdata 0.11 and a DistributedSampler, resuming fails in three cases.
 # A run that resumes in its second epoch continues in the order of the first epoch.
 # A run that resumes after the last batch of an epoch skips the next epoch.
 # A run that resumes with a different `num_workers` ends in an AssertionError.
@@ -106,7 +106,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
         return SequenceStream(self._sequences, num_replicas, rank, multiple_of)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, which determines its order if the stream is shuffled."""
+        """Set the epoch, which determines the order of the next iteration if the stream is shuffled."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -131,7 +131,8 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     has_global_position = True
     """Flag that tells the strategies that the position counts the samples of all ranks, not of one rank."""
 
-    # Defaults are here, because Lightning recreates loaders and calls `__init__` with the arguments of DataLoader.
+    # Lightning recreates loaders by calling `__init__` with the arguments of DataLoader.
+    # So this class has no `__init__` of its own, and these defaults are set on the class.
     _epoch = 0
     _samples = 0
     _is_restored = False
@@ -152,7 +153,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return the restored position in batches of the current size, or None if no position was restored."""
+        """Return how many batches of the current size precede the restored position, or None if there is none."""
         if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
@@ -162,7 +163,10 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         return {"epoch": self._epoch, "samples": self._samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position from :meth:`state_dict`. The next iteration continues there if it is in the same epoch."""
+        """Restore a position from :meth:`state_dict`.
+
+        The next iteration starts at this position if it iterates over the position's epoch, and at sample 0 otherwise.
+        """
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
         self._is_restored = True
         if isinstance(self.sampler, ResumableSampler):
@@ -209,7 +213,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return the restored position in batches of the current size, or None if no position was restored."""
+        """Return how many batches of the current size precede the restored position, or None if there is none."""
         if self._restored_samples is None:
             return None
         return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)
@@ -223,7 +227,10 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         return {"epoch": epoch, "samples": samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore a position from :meth:`state_dict`. The next iteration computes and skips the sequences before it."""
+        """Restore a position from :meth:`state_dict`.
+
+        The next iteration computes the sequences before this position, but does not yield them.
+        """
         self._start = self._position = state_dict["epoch"], state_dict["samples"]
         self._restored_samples = state_dict["samples"]
 

@@ -221,7 +221,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         except Exception as error:
             if not self._has_other_ranks():
                 raise
-            self._failure = error  # `setup`, where all other ranks wait, raises an error on every rank
+            self._failure = error  # raised on all ranks in `setup`, because the other ranks are waiting there
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
@@ -333,7 +333,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.trainer.accumulate_grad_batches = accumulation
 
     def train_dataloader(self) -> ResumableDataLoader | ResumableStreamLoader:
-        """Return this rank's batches, in a new order each epoch.
+        """Return this rank's training batches, in a new order each epoch unless ``shuffle`` is False.
 
         Sequences at the end that do not fill a batch on every rank are left out. With ``global_batch_size``, sequences
         that do not fill a step are left out, so that the number of steps does not depend on the number of ranks.
@@ -410,7 +410,7 @@ class SequenceDataModule(LightningDataModule, ABC):
             ),
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             # Each iterator draws a seed, and a resumed run creates fewer or more iterators than an uninterrupted run.
-            # If it drew from the global generator, dropout would get different random numbers in the resumed run.
+            # Seeds from the global generator would therefore give dropout different random numbers in the resumed run.
             "generator": torch.Generator(),
         }
 
@@ -486,7 +486,7 @@ def _describe_sizes_that_work(global_batch_size: int, batch_size: int, num_repli
 
 @contextmanager
 def _progress_bars_on_rank_zero() -> Iterator[None]:
-    """Hide progress bars inside the block, except on global rank 0. Otherwise, every node would show them."""
+    """Hide progress bars inside the ``with`` block, except on global rank 0. Otherwise, every node would show them."""
     import datasets
 
     is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]

@@ -157,7 +157,7 @@ class PackedStream:
         self._tokens.set_epoch(epoch)
 
     def iter(self, batch_size: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
-        """Yield the packed sequences of ``batch_size`` documents at a time, of shape [number, sequence_length]."""
+        """Read ``batch_size`` documents at a time, and yield their sequences as arrays [sequences, sequence_length]."""
         packer = _Packer(self._sequence_length, self._columns)
         yield from map(packer, self._tokens.iter(batch_size))
 

@@ -232,7 +232,7 @@ def _drop_what_is_not_utf8(documents: Dataset | IterableDataset) -> Dataset | It
 
 
 def _is_utf8(text: str) -> bool:
-    # The reader replaces bytes that it cannot decode with U+FFFD.
+    # The reader puts U+FFFD in place of bytes that it cannot decode.
     # Valid UTF-8 text hardly ever contains U+FFFD, unless an earlier decoding has already damaged the text.
     return "\ufffd" not in text
 
@@ -255,7 +255,7 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
             "set text_column to the column that contains the documents."
         )
     documents = rows.select_columns(text_column)
-    feature = documents.features and documents.features[text_column]  # a stream may not know its features
+    feature = documents.features and documents.features[text_column]  # a stream might not know its features
     if feature and (not isinstance(feature, Value) or feature.dtype not in ("string", "large_string")):
         raise ValueError(
             f"text_column={text_column!r} of {name!r} contains {feature}, not strings; "
@@ -267,7 +267,7 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
 
 
 def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
-    return rows.column_names or list(next(iter(rows), {}))  # a stream may not know its columns
+    return rows.column_names or list(next(iter(rows), {}))  # a stream might not know its columns
 
 
 def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:

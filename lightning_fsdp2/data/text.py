@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TextDataModule(SequenceDataModule):
-    """Data module of text files for training a causal language model: tokenised, packed, shuffled and resumable.
+    """Data module that tokenises, packs and shuffles text for training a causal language model, and that can resume.
 
     Every batch is ``{"input_ids", "labels"}``, two int64 tensors of shape [batch_size, sequence_length]. A label equals
     the input token at the same position, because Hugging Face models shift the labels themselves; -100 means no label.
@@ -46,8 +46,8 @@ class TextDataModule(SequenceDataModule):
         separate_documents: Whether to keep the documents in a sequence apart, so that no token attends to, or is
             predicted from, another document. Batches then have ``position_ids`` that restart at each document, and the
             first tokens of documents have no label. The model's attention must respect ``position_ids``; ``CausalLM``
-            rejects models with other attention. Flash attention respects ``position_ids`` only at ``batch_size=1`` or
-            under context parallelism.
+            rejects models whose attention does not. Flash attention respects ``position_ids`` only at
+            ``batch_size=1`` or under context parallelism.
         batch_size: Sequences per micro-batch of one data parallel rank.
         global_batch_size: Sequences per optimizer step of all ranks, a multiple of ``batch_size`` times the number of
             data parallel ranks. The data module sets the Trainer's ``accumulate_grad_batches`` accordingly, so that a
