@@ -119,8 +119,8 @@ def attend_segments_by_flash(
         ends: Cumulative segment lengths of the queries and of the keys. Both are [segments + 1], int32, and begin with
             a zero.
         most: Number of queries in the longest segment, and number of keys in the longest segment.
-        window: Maximum number of keys that a query sees, including its own key. None for all keys up to its own. The
-            own key of a segment's last query is the segment's last key.
+        window: Maximum number of keys that a query sees, ending at the query's own position. None for all keys up to
+            that position. The last query and the last key of a segment are at the same position.
         scale: Factor by which the scores are multiplied.
 
     Returns:
@@ -167,8 +167,8 @@ def attend_segments_by_flash_backward(
 def _get_window_options(window: int | None) -> dict[str, int]:
     """Return the options that make FlashAttention apply a sliding window of ``window`` keys.
 
-    There are none without a window; the caller then turns on the causal mask. FlashAttention aligns either mask so that
-    the last query's own key is the last key.
+    Without a window, return no options; the caller then turns on the causal mask. FlashAttention aligns either mask so
+    that the last query and the last key are at the same position.
     """
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 

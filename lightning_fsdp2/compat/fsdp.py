@@ -46,9 +46,9 @@ def end_forward(module: FSDPModule) -> None:
 def ensure_gathered_once(module: FSDPModule) -> None:
     """Gather the weights of ``module`` if they were never gathered before. Every rank must call this function.
 
-    With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter, and
-    fails if a parameter was never gathered. This includes units that the forward did not use, such as an unused head or
-    a dropped layer.
+    With a ``reduce_dtype``, a backward without gradient synchronisation reads the gathered copy of every parameter,
+    even in units that the forward did not use, such as an unused head or a dropped layer. The backward fails if a
+    parameter was never gathered.
     """
     if any(
         not hasattr(parameter, "_unsharded_param")

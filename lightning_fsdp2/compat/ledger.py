@@ -30,7 +30,7 @@ class Replacement:
 
 @dataclass(frozen=True, eq=False)
 class _Replaced:
-    """Temporary value of an object's attribute, with the value that the object itself had before, if any."""
+    """Temporary value of an object's attribute, and the previous value if the object itself had the attribute."""
 
     name: str
     value: Any

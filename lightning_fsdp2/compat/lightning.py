@@ -140,11 +140,11 @@ def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[
     """Call ``before`` and ``after`` around each ``next(dataloader)`` in training.
 
     Lightning calls its profiler at the same points. The time from the end of one batch to the start of the next would
-    overstate the fetch, because it includes logging, saving checkpoints, and waiting for the device when Lightning
-    broadcasts SIGTERM.
+    overstate the cost of a fetch, because it includes logging, saving checkpoints, and waiting for the device when
+    Lightning broadcasts SIGTERM.
     """
     loop, ledger = cast(Any, trainer).fit_loop.epoch_loop, get_ledger(trainer)
-    reason = "no hook of callbacks is called around the fetch of a batch"
+    reason = "Lightning calls no callback hook around the fetch of a batch"
     before_fetch = _call_both(partial(type(loop)._on_before_fetch, loop), before)
     after_fetch = _call_both(after, partial(type(loop)._on_after_fetch, loop))
     ledger.replace(loop, "_on_before_fetch", before_fetch, reason=reason)
@@ -177,7 +177,7 @@ def end_by_sigterm(trainer: Trainer) -> None:
     """Let SIGTERM end the process during an evaluation, unless the program has its own handler; ignore SLURM's signal.
 
     This replaces Lightning's handlers. They run collectives at whatever point of the code the signal interrupts, and an
-    evaluation does not use the result.
+    evaluation does not use the results of these collectives.
     """
     # if the program has its own handler, Lightning calls this handler after `end`
     is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)
@@ -278,7 +278,10 @@ class StepBoundary:
             type(self._loop).advance(self._loop, fetcher)
 
     def _has_no_batch_left(self, fetcher: Any) -> bool:
-        """Return whether a resumed epoch has no batch or validation left. Lightning would still run a batch."""
+        """Return whether a resumed epoch has no batch or validation left.
+
+        For such an epoch, Lightning itself would still run a batch.
+        """
         is_ended = self._loop.restarting and self._loop._num_ready_batches_reached()
         return is_ended and not self._loop._should_check_val_fx(fetcher)
 
@@ -398,7 +401,7 @@ def begin_epoch_after_complete_one(trainer: Trainer) -> None:
     loop = cast(Any, trainer.fit_loop)
     epoch = loop.epoch_progress.current
     if loop.restarting and epoch.ready == epoch.started == epoch.processed == epoch.completed:
-        # use the setter of the base class, because the loop's own setter would set the flag to True again
+        # use the setter of the base class, because the loop's own setter would set `restarting` to True again
         cast(Any, _Loop).restarting.fset(loop, False)
 
 

@@ -58,7 +58,7 @@ flex_attention_operation: Any = torch._higher_order_ops.flex_attention
 
 
 def get_operation(function: Any) -> Any:
-    """Return the operation that a function made by ``torch.library.custom_op`` calls."""
+    """Return the operation of ``function``, a function made by ``torch.library.custom_op``."""
     return function._opoverload
 
 
@@ -83,7 +83,10 @@ def is_module_compiled(module: nn.Module) -> bool:
 
 
 def get_shard(tensor: DTensor) -> Tensor:
-    """Return the tensor that stores this rank's shard of ``tensor``. ``to_local`` would return a view for autograd."""
+    """Return the tensor that stores this rank's shard of ``tensor``.
+
+    ``to_local`` would instead return a view of this tensor that autograd tracks.
+    """
     return tensor._local_tensor
 
 
@@ -281,7 +284,10 @@ def _wait(tensor: Tensor) -> Tensor:
 
 
 def has_symmetric_memory(device_type: str) -> bool:
-    """Return whether ranks on this type of device can read each other's memory, which inductor's fusion requires."""
+    """Return whether ranks on this type of device can read each other's memory.
+
+    Inductor requires this to fuse collectives with matrix products.
+    """
     return device_type == "cuda" and dist.is_nccl_available()
 
 

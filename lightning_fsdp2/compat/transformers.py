@@ -116,9 +116,9 @@ def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
 
 
 def get_dtype_exceptions(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors that keep another dtype when ``model`` is loaded in ``dtype``.
+    """Return which tensors get a dtype other than ``dtype`` when ``model`` is loaded in ``dtype``.
 
-    The keys are patterns of tensor names.
+    The keys are patterns of tensor names, and the values are the dtypes of these tensors.
     """
     exceptions: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     return exceptions

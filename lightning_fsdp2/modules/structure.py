@@ -56,7 +56,7 @@ class ModelParts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelStructure:
-    """Parts of a root module that the passes work on."""
+    """Parts of a root module that a recipe works on, such as its Hugging Face models and its layers."""
 
     root: nn.Module
 

@@ -63,7 +63,7 @@ def _draw_memory(axes: Any, plan: Plan, rank: RankPlan) -> None:
     axes.axhline(memory, color="black", linestyle="--", linewidth=1)
     axes.set(
         xlim=(0, seconds[-1]),
-        ylim=(0, 1.15 * peak),  # not up to the device's memory, which may be far above the peak
+        ylim=(0, 1.15 * peak),  # scale to the peak, since the device's memory may be far larger
         xlabel=f"seconds since the start of the step, if nothing overlaps{part}",
         ylabel="GiB",
         title=f"Memory: at its peak {peak:.1f} of {memory:.1f} GiB, in the {rank.peak_at}",
@@ -93,7 +93,7 @@ def _draw_traffic(axes: Any, rank: RankPlan) -> None:
     axes.margins(x=1)  # room for the labels
     axes.set(
         xlabel="GiB of whole tensors in a step",
-        title="Traffic: blue beside operations, red waited for" if entries else "No traffic",
+        title="Traffic: blue can overlap with operations, red cannot" if entries else "No traffic",
     )
 
 

@@ -61,8 +61,8 @@ class Run:
         module.
 
         Returns:
-            The summary of the step, and the repetitions in the whole model minus ``few``, or 0 if the model could not
-            be shortened.
+            The summary of the step, and how many more repetitions the whole model has than ``few``. If the model could
+            not be shortened, the second value is 0.
         """
         few, left_out = get_few(self.trainer.strategy.config), 0
         names: list[list[str]] = []
@@ -108,7 +108,10 @@ class Run:
 
 
 def get_overlapped_axes(config: Any) -> tuple[str, ...]:
-    """Return the axes on which every collective overlaps with computation. On other axes, only FSDP2's own ones do."""
+    """Return the axes on which every collective overlaps with computation.
+
+    On other axes, only FSDP2's own collectives overlap.
+    """
     if isinstance(config, DDPConfig):
         return (DP_REPLICATE, DP_SHARD, DATA_PARALLEL)
     return (DP_REPLICATE, TENSOR_PARALLEL) if config.enable_async_tensor_parallel else (DP_REPLICATE,)

@@ -95,7 +95,7 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The data that an optimizer step trains on."""
+    """Shapes and size of the data that an optimizer step trains on."""
 
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the tensors of a micro-batch of one data parallel rank."""
@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def at_least(self) -> float:
-        """Lower bound of the step time in seconds, for the slowest rank at data sheet rates with the most overlap."""
+        """Lower bound of the step time in seconds, for the slowest rank, at data sheet rates and with full overlap."""
         return max(rank.time.shortest for rank in self.ranks)
 
     @property

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 _MEMORY = (
-    "Allocated is exact; what the process holds is a range. Its lower end has no unused parts of segments; its upper"
-    " end has those of torch's allocator, a tenth more, and the most that CUDA, cuBLAS, NCCL and attention were seen to"
-    " take."
+    "Allocated is exact; what the process holds is a range. The lower end counts no unused parts of segments. The upper"
+    " end counts torch's whole segments, plus a tenth, and the largest amounts that CUDA, cuBLAS, NCCL and attention"
+    " were measured to take."
 )
 _TIMES = (
-    "The bound takes the data sheet, one kernel for each operation, rings over the slowest link without latency, and"
-    " all overlapping that can. The estimate takes what kernels and NCCL were published to reach, and nothing"
-    " overlapping."
+    "The bound assumes the rates of the data sheet, one kernel for each operation, rings over the slowest link without"
+    " latency, and all possible overlap. The estimate assumes the published rates of kernels and NCCL, and no overlap."
 )
 _COMPILED = (
     "Planned without torch.compile, which fuses operations and reuses memory. A compiled step needs less time and"

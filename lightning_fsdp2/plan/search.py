@@ -128,7 +128,8 @@ def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate 
     """Try layouts, and then the layouts that :func:`_get_next` derives from the results.
 
     Yields:
-        For each layout, the candidate, the reason why the layout was refused, or None if there was no time to try it.
+        For each layout, one value: the candidate, or the reason why the layout was refused, or None if there was no
+        time to try it.
     """
     while layouts:
         following = []
@@ -201,7 +202,10 @@ def simulate_all(
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[Knobs, Summary | str | None]]:
-    """Simulate layouts. Yield each with its summary, the reason for its refusal, or None if there was no time."""
+    """Simulate layouts, and yield each layout with its result.
+
+    The result is a summary, or the reason for a refusal, or None if there was no time to simulate the layout.
+    """
     known = {layout: result for layout in layouts if cache and (result := cache.get(layout)) is not None}
     yield from known.items()
     missing = [layout for layout in layouts if layout not in known]

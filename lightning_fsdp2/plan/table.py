@@ -64,7 +64,7 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
     counts += ["others left out, interrupted"] if found.is_interrupted else []
     console.print(f"{'; '.join(counts)}.")
     if result.plan is not None and result.plan.verdict == "tight":
-        console.print("No layout fits for certain: the best is tight, since its processes may need more than there is.")
+        console.print("No layout fits for certain: the best is tight, since its processes may run out of memory.")
     if result.plan is None and found.closest is not None:
         needed = f"{format_bytes(found.closest.peak_bytes)} allocated, {_format_range(found.closest.reserved)} held"
         console.print(f"Nothing fits. {_describe_layout(found.closest.knobs)} needs the least: {needed}.")
@@ -145,7 +145,7 @@ def _build_traffic_table(rank: RankPlan) -> Table:
             str(entry.calls),
             format_bytes(entry.bytes),
             _format_seconds(entry.seconds),
-            "beside operations" if entry.overlaps else "waited for",
+            "can overlap" if entry.overlaps else "cannot overlap",
         )
     return table
 
@@ -156,7 +156,7 @@ def _build_time_summary(plan: Plan) -> Table:
     rows = {
         "step": f"about {_format_seconds(plan.estimate)}, at least {_format_seconds(plan.at_least)}",
         "": f"operations {_format_seconds(time.compute)} ({flops / 1e12:,.1f} TFLOP), collectives"
-        f" {_format_seconds(time.exposed)} waited for and {_format_seconds(time.overlappable)} beside operations",
+        f" {_format_seconds(time.exposed)} exposed and {_format_seconds(time.overlappable)} overlappable",
     }
     if (tokens := plan.batch.tokens) is not None:
         about, most = tokens / plan.estimate, tokens / plan.at_least

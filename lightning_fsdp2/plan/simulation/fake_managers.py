@@ -53,7 +53,7 @@ class _FakeDDPManager(DDPManager):
                 "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, but a plan"
                 " has no values; plan the run without this option."
             )
-        # static_graph would make DDP read values too, and does not affect traffic or memory
+        # turn off static_graph, for which DDP reads the values of tensors; it affects neither traffic nor memory
         super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
         self.buckets: dict[int, Tensor] = {}
@@ -85,7 +85,10 @@ class _FakeDDPManager(DDPManager):
 
 
 class _Reducer:
-    """Wrapper of torch's reducer. It rebuilds buckets with real tensors, since the new order is stored in tensors."""
+    """Wrapper of torch's reducer that rebuilds buckets with real tensors.
+
+    torch stores the new order of the parameters in tensors and reads their values.
+    """
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

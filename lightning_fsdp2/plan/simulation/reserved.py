@@ -126,7 +126,7 @@ class _Block:
 
 
 class _Allocator:
-    """Model of torch's allocator for CUDA, which takes the smallest free block of a stream that is large enough.
+    """Model of torch's allocator for CUDA, which takes a stream's smallest free block that is large enough.
 
     The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``.
     """

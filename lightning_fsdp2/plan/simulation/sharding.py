@@ -274,7 +274,7 @@ def _get_notes(config: DistributedConfig, mesh: DeviceMesh) -> list[str]:
     if isinstance(config, MegatronFSDPConfig):
         notes.append(
             f"zero_dp_strategy={config.zero_dp_strategy}: Megatron-FSDP packs parameters into buffers on CUDA, which"
-            " describe cannot see. A parameter's shard may have another size than shown here; the sum hardly differs."
+            " describe cannot see. A shard may be larger or smaller than shown here; the sum hardly differs."
         )
     return notes
 
