@@ -17,7 +17,7 @@ _HEADINGS = (
     "a dict with",
 )
 _NO_PATH = "Expected a dot import path string: "
-# words that jsonargparse adds around an error about a class that is created later, such as an optimizer
+# words that jsonargparse adds to errors about a class that is instantiated after parsing, such as an optimizer
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
 )

@@ -44,7 +44,7 @@ def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractCont
     """Return two contexts for activation checkpointing inside :func:`assume_unpacked_sequences`.
 
     The context of the forward does nothing. The context of the recomputation makes the same assumption again, because
-    the block has ended by then.
+    the ``with`` block of the forward has ended by then.
     """
     return nullcontext(), _AssumeAgain()
 

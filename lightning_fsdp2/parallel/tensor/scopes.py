@@ -65,7 +65,7 @@ class Scope:
         return copy_to_ranks(tensor, self.group)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return an input that has no gradient, such as the indices of experts, for whole sequences."""
+        """Return an input without a gradient, such as expert indices, for the same tokens as :meth:`enter`."""
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
