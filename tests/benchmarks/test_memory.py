@@ -49,7 +49,7 @@ def test_what_can_be_computed_by_hand(tp):
     assert planned.peak[WEIGHTS] == 4 * shard
     assert planned.peak[OPTIMIZER_STATES] == 2 * 4 * shard + 4 * PARAMETERS  # AdamW's two moments, and its step numbers
     # the peak is in the loss's backward: the head, the norm before it and the last layer are gathered, in bfloat16
-    assert planned.peak_at == f"backward behind model.model.layers.{LAYERS - 1}"
+    assert planned.peak_at == f"backward after model.model.layers.{LAYERS - 1}"
     assert planned.peak[UNSHARDED_WEIGHTS] == 2 * ((HEAD + LAYER_MATRICES) // tp + WIDTH + LAYER_NORMS)
 
 
