@@ -2,10 +2,13 @@
 
     python tools/count_house.py
 
-A flag should appear in two places: in ``config.py``, with its text and its check, and in the file that uses it. For
-each config, the program lists flags that several files read from a config or name in a string. It counts the files that
-a training run uses: the recipes of other strategies are left out, and so are the planner, which tries values of flags,
-and the functions of the public contract, which have a parameter for each flag.
+A flag should be written in two places: in ``config.py``, with its text and its check, and in the function of the public
+contract, which has a parameter for each flag. The program lists the other files that declare a field or a parameter
+with the name of a flag. The files in ``parallel/`` are left out, because each pass has parameters of its own.
+
+A flag should be used in one place. For each config, the program lists flags that several files read from a config or
+name in a string. It counts the files that a training run uses, so the recipes of other strategies are left out, and so
+is the planner, which tries values of flags.
 
 On its way from ``FSDP2Strategy(tp_size=2)`` to the mesh, the number ``tp_size`` is passed from file to file. A *hop* is
 a function that gets the number, or an object with the number, from another file.
@@ -13,8 +16,8 @@ a function that gets the number, or an object with the number, from another file
 
 import argparse
 import ast
-import dataclasses
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,8 @@ def main() -> None:
     report(f"functions over {house.MOST_LINES_OF_FUNCTION} lines", house.find_long_functions())
     from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig
 
+    flags = {field.name for config in (FSDP2Config, MegatronFSDPConfig, DDPConfig) for field in fields(config)}
+    report(f"of {len(flags)} flags, written in other files too", find_writes(house.PACKAGE, flags))
     recipes = {"fsdp2.py": FSDP2Config, "megatron_fsdp.py": MegatronFSDPConfig, "ddp.py": DDPConfig}
     for recipe, config in recipes.items():
         uses = find_uses(house.PACKAGE, config, {f"recipes/{other}" for other in recipes.keys() - {recipe}})
@@ -59,9 +64,33 @@ def report(title: str, found: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- flags
 
 
+def find_writes(package: Path, flags: set[str]) -> dict[str, str]:
+    """Return the files that declare each flag again, apart from ``config.py``, the contract and the passes."""
+    writes: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        name = str(path.relative_to(package))
+        if name == "config.py" or name in CONTRACT or name.startswith("parallel/"):
+            continue
+        for flag in flags & find_declared(ast.parse(path.read_text())):
+            writes.setdefault(flag, []).append(name)
+    return {flag: ", ".join(files) for flag, files in writes.items()}
+
+
+def find_declared(tree: ast.AST) -> set[str]:
+    """Return the names of all parameters of functions, and of all annotated fields of classes."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.ClassDef):
+            targets = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return names
+
+
 def find_uses(package: Path, config: type[Any], other_recipes: set[str]) -> dict[str, list[str]]:
     """Return the files that use each flag of a config in a run, apart from ``config.py`` and the contract."""
-    uses: dict[str, list[str]] = {field.name: [] for field in dataclasses.fields(config)}
+    uses: dict[str, list[str]] = {field.name: [] for field in fields(config)}
     for path in sorted(package.rglob("*.py")):
         name = str(path.relative_to(package))
         if name == "config.py" or name in CONTRACT | other_recipes or name.startswith("plan/"):
@@ -144,7 +173,7 @@ class Tracer:
             self.hops.append(f"{file}:{code.co_qualname if sys.version_info >= (3, 11) else code.co_name}")
 
     def _holds_mark(self, value: Any) -> bool:
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(value):
             return any(isinstance(held, MarkedInt) for held in vars(value).values())
         return isinstance(value, MarkedInt)
 
