@@ -73,16 +73,6 @@ _REFUSED = {
         remedy='use tp_plan="hf" for the plan of the Hugging Face model, or tp_plan=None for our plan.',
         error=TypeError,
     ),
-    ("MegatronFSDPConfig", "sequence_parallel"): _Refusal(
-        allowed=False,
-        reason="is not an option of MegatronFSDPConfig: there is no tensor parallelism",
-        remedy="leave it out, or use FSDP2Config(sequence_parallel=True) with FSDP2Strategy.",
-    ),
-    ("MegatronFSDPConfig", "tp_plan"): _Refusal(
-        allowed=None,
-        reason="is not an option of MegatronFSDPConfig: there is no tensor parallelism",
-        remedy="leave it out, or use FSDP2Config(tp_plan=...) with FSDP2Strategy.",
-    ),
     ("MegatronFSDPConfig", "average_in_collective"): _Refusal(
         allowed=False,
         reason="fails in megatron-fsdp for models without Megatron's own expert parallelism",
@@ -267,10 +257,18 @@ class MegatronFSDPConfig(_Flags):
     """
 
     sequence_parallel: bool = False
-    """Flag that must stay False, because tensor parallelism is not supported with Megatron-FSDP."""
+    """Whether tensor parallelism also shards the activations between the parallel layers along the sequence."""
 
-    tp_plan: InitVar[dict[str, Any] | str | None] = None
-    """Option that must stay None, because tensor parallelism is not supported with Megatron-FSDP."""
+    tp_plan: dict[str, str | ParallelStyle] | str | None = None
+    """Tensor parallel plan. None uses the plan registered for the model's class or family. If there is none, it uses
+    this package's plan for the family, and otherwise the Hugging Face model's own plan. "hf" always uses the model's
+    own plan. A dict maps module names, relative to the Hugging Face model, to styles. Any other string is the import
+    path of such a dict, or of a function that takes the model and returns a dict. In Python, the function itself can be
+    given."""
+
+    loss_parallel: bool = False
+    """Whether the logits stay sharded along the vocabulary under tensor parallelism, so that the loss is computed on
+    the shards. The logits are then a DTensor."""
 
     megatron_fsdp_unit_modules: list[str] | None = None
     """Import paths of the module classes that become FSDP units. None uses the classes of the model's layers, and also
@@ -341,9 +339,10 @@ class MegatronFSDPConfig(_Flags):
     one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
     not gloo."""
 
-    def __post_init__(self, tp_plan: dict[str, Any] | str | None) -> None:
+    def __post_init__(self) -> None:
         self._check_bools()
-        self._check_refused(tp_plan=tp_plan)
+        self._check_refused()
+        _check_tp_plan(self.tp_plan)
         _check_activation_checkpointing(self.activation_checkpointing)
         self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
         _check_unit_modules(self.megatron_fsdp_unit_modules)

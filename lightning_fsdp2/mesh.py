@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp2.compat.torch import unflatten_mesh
-from lightning_fsdp2.config import DDPConfig, DistributedConfig, MegatronFSDPConfig
+from lightning_fsdp2.config import DDPConfig, DistributedConfig
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
@@ -386,19 +386,6 @@ def get_device(device_mesh: DeviceMesh) -> torch.device:
     return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
 
 
-def check_tp_size_of_megatron(tp_size: int) -> None:
-    """Refuse tensor parallelism with Megatron-FSDP.
-
-    Raises:
-        ValueError: When ``tp_size`` is not 1.
-    """
-    if tp_size != 1:
-        raise ValueError(
-            f"tp_size={tp_size} is not supported with MegatronFSDPConfig: megatron-fsdp hangs on tensor parallel models"
-            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use tp_size=1, or use FSDP2Config."
-        )
-
-
 def _get_optional_view(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
     """Return the first view of ``device_mesh`` that has all axes in ``names``, or None if there is none."""
     views = (view for view in get_views(device_mesh) if set(names) <= set(view.mesh_dim_names or ()))
@@ -419,8 +406,6 @@ def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -
             f"tp_size={sizes.tp}, cp_size={sizes.cp}, dp_replicate_size={sizes.dp_replicate}: DDPConfig supports only"
             " data parallelism; leave these sizes at 1, or use FSDP2Config."
         )
-    if isinstance(config, MegatronFSDPConfig):
-        check_tp_size_of_megatron(sizes.tp)
 
 
 def _check_world_size(world_size: int) -> None:

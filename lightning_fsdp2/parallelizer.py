@@ -158,6 +158,9 @@ def megatron_fsdp_strategy_parallelize(
     *,
     activation_checkpointing: ActivationCheckpointing = False,
     autocast_dtype: torch.dtype | None = None,
+    tp_shard_plan: PlanOption = None,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
 ) -> tuple[Any, Optimizer | None]:
     """Shard a model with NVIDIA's Megatron-FSDP.
 
@@ -165,16 +168,18 @@ def megatron_fsdp_strategy_parallelize(
     name.
 
     * ``model``: as for :func:`fsdp2_strategy_parallelize`. Its dtype is the compute dtype. It is changed in place.
-    * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`, with a single tensor parallel rank.
+    * ``device_mesh``: from :func:`~lightning_fsdp2.create_device_mesh`.
     * ``optimizer``: an optimizer of the model's parameters that has not taken a step yet. Its groups are kept.
+    * ``tp_shard_plan``: as for :func:`fsdp2_strategy_parallelize`.
 
     Returns:
         The wrapper, which must be called in place of ``model``; and ``optimizer``, which now updates the shards.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or is too old.
-        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has several tensor parallel
-            ranks, or when the model has no units.
+        TypeError: When a tensor parallel style does not fit its module.
+        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, or when the model has no units or no
+            tensor parallel plan.
     """
     config = MegatronFSDPConfig(
         megatron_fsdp_unit_modules=None if megatron_fsdp_unit_modules is None else list(megatron_fsdp_unit_modules),
@@ -193,6 +198,9 @@ def megatron_fsdp_strategy_parallelize(
         fsdp_double_buffer=fsdp_double_buffer,
         activation_checkpointing=activation_checkpointing,
         autocast_dtype=autocast_dtype,
+        tp_plan=cast(Any, tp_shard_plan),
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
     )
     return parallelize_with_megatron_fsdp(model, device_mesh, config, optimizer)
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2.checkpoint.stored_shards import convert_back, get_stored_layout, is_converted
+from lightning_fsdp2.checkpoint.stored_shards import is_unusual
 from lightning_fsdp2.compat.torch import get_shard, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.ranks.failures import list_names
+from lightning_fsdp2.ranks.whole_tensors import reshard_like
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Keys of a parameter group that are not options of its optimizer. Most belong to torch's schedulers."""
@@ -113,10 +114,10 @@ def shard_like(value: Any, own: Any) -> Any:
         if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
             return value
         value = value.full_tensor()
-    # no communication is needed, because every rank has the whole tensor and takes its own part
-    mesh, placements = get_stored_layout(own) if is_converted(own) else (own.device_mesh, own.placements)
-    sharded = distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
-    return convert_back(sharded, own) if is_converted(own) else sharded
+    # every rank has the whole tensor, and takes its own part
+    if is_unusual(own):
+        return reshard_like(value, own)
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -1,32 +1,19 @@
-"""DTensors of Megatron-FSDP, whose shards do not have the numbers of rows that torch expects.
+"""Whole tensors from DTensors, and the way back, for shards of any kind.
 
-Megatron-FSDP puts many parameters into one buffer and cuts the buffer into equal parts. A small parameter may be whole
-on one rank, and a larger one is cut at an arbitrary row. The DTensors nevertheless have the placement ``Shard(0)``, so
-``full_tensor``, ``redistribute`` and checkpoints would mix up rows.
-
-Such a DTensor is recognised by the special name of its mesh axis. The name is the same on all ranks, and optimizer
-states and gradients made from a parameter have it too.
+``full_tensor`` and ``redistribute`` would mix up the rows of uneven shards, see
+:mod:`~lightning_fsdp2.ranks.pieces`.
 """
 
-from typing import Any, TypeGuard
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
-from lightning_fsdp2.compat.torch import split_evenly
-
-UNEVEN_SHARD = "uneven_shard"
-"""Name of the mesh axis over which tensors are sharded unevenly."""
-
-_EVEN_SHARD = "even_shard"
-
-
-def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether ``tensor`` is a DTensor on a mesh for uneven shards. The answer is the same on all ranks."""
-    return isinstance(tensor, DTensor) and UNEVEN_SHARD in (tensor.device_mesh.mesh_dim_names or ())
+from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_pieces, get_uneven_group, is_uneven
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -39,75 +26,68 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def to_even(tensor: DTensor) -> DTensor:
-    """Return ``tensor`` with the even shards that torch expects. Every rank must call this function."""
-    mesh = get_even_mesh(tensor)
-    shards = split_evenly(_gather(tensor), mesh.size())
-    return DTensor.from_local(
-        shards[mesh.get_local_rank()].clone(),  # a copy with its own memory, which torch can save in the background
-        mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=tensor.shape,
-        stride=torch.empty(tensor.shape, device="meta").stride(),
-    )
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """Make a contiguous DTensor of a ``shape`` from this rank's part, without communication. It is differentiable."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def shard_unevenly_like(tensor: Tensor, like: DTensor) -> DTensor:
-    """Return ``tensor`` sharded exactly as ``like``, which has uneven shards. Every rank must call this function.
+def reshard_like(tensor: Tensor, like: DTensor) -> DTensor:
+    """Return ``tensor`` in its own dtype, sharded exactly as ``like``. Every rank must call this function.
 
     Args:
-        tensor: Tensor that is whole or has even shards.
-        like: DTensor with uneven shards and the same shape.
+        tensor: Unsharded tensor, or DTensor with shards of any kind.
+        like: DTensor of the same shape with shards of any kind.
     """
-    sharded: DTensor = torch.empty_like(like)  # type: ignore[assignment]
-    copy_rows_(sharded, tensor)
+    sharded: DTensor = torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)  # type: ignore[assignment]
+    copy_part_(sharded, tensor)
     return sharded
 
 
-def copy_rows_(target: Tensor, tensor: Tensor) -> None:
-    """Fill this rank's part of ``target`` with the matching rows of ``tensor``. Every rank must call this function.
+def copy_part_(target: Tensor, tensor: Tensor) -> None:
+    """Fill this rank's part of ``target`` with the matching part of ``tensor``. Every rank must call this function.
 
     Args:
-        target: Plain tensor, or DTensor with any placements.
-        tensor: Unsharded tensor, or DTensor with any placements.
+        target: Plain tensor, or DTensor with shards of any kind.
+        tensor: Unsharded tensor, or DTensor with shards of any kind.
     """
-    rows = gather(tensor)
-    if is_uneven(target) and _is_sharded(target):
-        counts = _get_counts(target)
-        rows = rows[sum(counts[: _get_group(target).rank()]) :][: target.to_local().size(0)]
-    (target.to_local() if isinstance(target, DTensor) else target).copy_(rows)
+    whole = gather(tensor)
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    first_row = get_first_row(target) if is_uneven(target) else 0
+    for piece in get_pieces(target, first_row):
+        target.to_local()[piece.local].copy_(whole[piece.whole])
 
 
-def get_even_mesh(tensor: DTensor) -> DeviceMesh:
-    """Return a one-dimensional mesh of the ranks that hold the shards of an unevenly sharded tensor."""
-    return DeviceMesh.from_group(_get_group(tensor), tensor.device_mesh.device_type, mesh_dim_names=(_EVEN_SHARD,))
+def get_first_row(tensor: DTensor) -> int:
+    """Return the number of rows of an uneven tensor that lie on the ranks before this one.
 
-
-def _is_sharded(tensor: DTensor) -> bool:
-    return any(placement.is_shard() for placement in tensor.placements)
+    Every rank must call this function.
+    """
+    group = get_uneven_group(tensor)
+    return 0 if group is None else sum(_get_counts(tensor, group)[: group.rank()])
 
 
 def _gather(tensor: DTensor) -> Tensor:
-    if not _is_sharded(tensor):
-        return tensor.to_local().detach()
-    counts, group, local = _get_counts(tensor), _get_group(tensor), tensor.to_local().detach()
-    parts = local.new_empty(len(counts) * max(counts), *tensor.shape[1:])
-    own = local.new_zeros(max(counts), *tensor.shape[1:])
-    own[: local.size(0)] = local
-    dist.all_gather_into_tensor(parts, own, group=group)
-    return torch.cat([part[:count] for part, count in zip(parts.chunk(len(counts)), counts, strict=True)])
+    """Gather the rows of uneven shards first, and then the parts of the axes before them, such as tensor parallelism."""
+    local, group = tensor.to_local().detach(), get_uneven_group(tensor)
+    if group is not None:
+        counts = _get_counts(tensor, group)
+        parts = local.new_empty(len(counts) * max(counts), *local.shape[1:])
+        own = local.new_zeros(max(counts), *local.shape[1:])
+        own[: local.size(0)] = local
+        dist.all_gather_into_tensor(parts, own, group=group)
+        local = torch.cat([part[:count] for part, count in zip(parts.chunk(len(counts)), counts, strict=True)])
+    for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+        if name != UNEVEN_SHARD and not placement.is_replicate():
+            local = make_dtensor(local, tensor.device_mesh[name], [placement], tensor.shape).full_tensor()
+    return local
 
 
-def _get_counts(tensor: DTensor) -> list[int]:
-    """Return the number of rows on each rank, in rank order."""
-    group = _get_group(tensor)
+def _get_counts(tensor: DTensor, group: dist.ProcessGroup) -> list[int]:
+    """Return the number of rows on each rank of ``group``, in rank order."""
     own = torch.tensor([tensor.to_local().size(0)], device=tensor.device)
     counts = own.new_empty(group.size())
     dist.all_gather_into_tensor(counts, own, group=group)
     return counts.tolist()
-
-
-def _get_group(tensor: DTensor) -> dist.ProcessGroup:
-    mesh = tensor.device_mesh
-    return mesh.get_group(UNEVEN_SHARD) if mesh.ndim > 1 else mesh.get_group()

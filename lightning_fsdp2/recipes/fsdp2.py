@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.config import FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes, get_shard_size
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure
@@ -72,10 +72,11 @@ def parallelize_with_fsdp2(
     check_reshard_after_forward(config.reshard_after_forward, get_shard_size(axes.fsdp))
     policy = resolve_mp_policy(config.mp_policy)
     fusion = get_optional_fusion(axes.tp, config)
-    _warn_of_flags_without_effect(axes, config)
+    warn_of_tensor_parallel_flags(axes.tp, config)
+    _warn_of_context_parallel_flags(axes.cp, config)
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
-    _apply_tensor_parallel(structure, axes, config)
+    maybe_apply_tensor_parallel(structure, axes.tp, config)
     _apply_context_parallel(structure, axes, config)
     _apply_activation_checkpointing(structure, axes, config)
     if config.enable_compile:
@@ -100,13 +101,15 @@ def parallelize_with_fsdp2(
     return model
 
 
-def _apply_tensor_parallel(structure: ModelStructure, axes: MeshAxes, config: FSDP2Config) -> None:
+def maybe_apply_tensor_parallel(
+    structure: ModelStructure, tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig
+) -> None:
     """Apply tensor parallelism, if there are several tensor parallel ranks."""
-    if axes.tp is None:
+    if tp_mesh is None:
         return
     apply_tensor_parallel(
         structure,
-        axes.tp,
+        tp_mesh,
         plan=import_plan(config.tp_plan),
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
@@ -180,12 +183,19 @@ def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> Coll
     return build_collective_fusion(tp_mesh)
 
 
-def _warn_of_flags_without_effect(axes: MeshAxes, config: FSDP2Config) -> None:
-    if dist.get_rank() > 0:
-        return
-    if axes.tp is None and (config.tp_plan or config.sequence_parallel or config.loss_parallel):
+def warn_of_tensor_parallel_flags(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:
+    """Log a warning on global rank 0 if flags of tensor parallelism are set, but there is only one such rank."""
+    if (
+        tp_mesh is None
+        and dist.get_rank() == 0
+        and (config.tp_plan or config.sequence_parallel or config.loss_parallel)
+    ):
         logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")
-    if axes.cp is None and (config.context_parallel_method != "auto" or config.context_parallel_inputs):
+
+
+def _warn_of_context_parallel_flags(cp_mesh: DeviceMesh | None, config: FSDP2Config) -> None:
+    is_set = config.context_parallel_method != "auto" or config.context_parallel_inputs
+    if cp_mesh is None and dist.get_rank() == 0 and is_set:
         logger.warning(
             "context_parallel_method and context_parallel_inputs have no effect with one context parallel rank."
         )

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_fsdp2.config import MegatronFSDPConfig
-from lightning_fsdp2.mesh import CONTEXT_PARALLEL, get_device, get_optional_mesh
+from lightning_fsdp2.mesh import CONTEXT_PARALLEL, TENSOR_PARALLEL, get_device, get_optional_mesh
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
@@ -22,6 +22,7 @@ from lightning_fsdp2.parallel.megatron.wrap import (
     get_unit_classes,
     spread_parameters,
 )
+from lightning_fsdp2.recipes.fsdp2 import maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_unit_classes
 from lightning_fsdp2.weights.adapters import check_peft
 from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
@@ -36,7 +37,7 @@ def parallelize_with_megatron_fsdp(
     Args:
         model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`. Its dtype is the compute dtype. It is
             changed in place.
-        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, with a single tensor parallel rank.
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
         config: Flags of Megatron-FSDP.
         optimizer: Optimizer of the model's parameters that has not taken a step yet. Its parameter groups are kept.
 
@@ -45,13 +46,16 @@ def parallelize_with_megatron_fsdp(
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or is too old.
-        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, when the mesh has several tensor parallel
-            ranks, or when the model has no units.
+        TypeError: When a tensor parallel style does not fit its module.
+        ValueError: When ``megatron-fsdp`` lacks a flag or handles it wrongly, or when the model has no units or no
+            tensor parallel plan.
     """
     check_not_sharded(model)
     check_peft(model)
     structure = find_structure(model)
     check_supported(device_mesh, config)
+    tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
+    warn_of_tensor_parallel_flags(tp_mesh, config)
     paths = config.megatron_fsdp_unit_modules
     unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)
     check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
@@ -59,9 +63,15 @@ def parallelize_with_megatron_fsdp(
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
+    maybe_apply_tensor_parallel(structure, tp_mesh, config)
     cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)
     if cp_mesh is not None:
-        apply_context_parallel(structure, cp_mesh.get_group())
+        apply_context_parallel(
+            structure,
+            cp_mesh.get_group(),
+            tp_size=1 if tp_mesh is None else tp_mesh.size(),
+            sequence_parallel=config.sequence_parallel,
+        )
     if config.activation_checkpointing:
         apply_activation_checkpointing(structure, config.activation_checkpointing)
     if config.autocast_dtype is not None:

@@ -1,7 +1,7 @@
 """Megatron-FSDP with the argument names from the time when it was called nvFSDP."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +48,7 @@ def nvfsdp_strategy_parallelize(
     :func:`~lightning_fsdp2.parallelizer.megatron_fsdp_strategy_parallelize`.
 
     * ``nvfsdp_unit_modules``: now ``megatron_fsdp_unit_modules``.
-    * ``tp_shard_plan``: must be None, since there is no tensor parallelism.
+    * ``tp_shard_plan``: the field ``tp_plan`` of :class:`~lightning_fsdp2.MegatronFSDPConfig`.
     * ``data_parallel_sharding_strategy``: now ``zero_dp_strategy``. One of ``"no_shard"``, ``"optim"``,
       ``"optim_grads"`` and ``"optim_grads_params"``.
     * ``init_nvfsdp_with_meta_device``: now ``init_fsdp_with_meta_device``.
@@ -62,18 +62,14 @@ def nvfsdp_strategy_parallelize(
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or is too old.
-        ValueError: When a tensor parallel plan, another axis name or an unknown sharding strategy is given. Also for
-            the same reasons as in ``megatron_fsdp_strategy_parallelize``.
+        ValueError: When another axis name or an unknown sharding strategy is given. Also for the same reasons as in
+            ``megatron_fsdp_strategy_parallelize``.
     """
-    if tp_shard_plan is not None:
-        raise ValueError(
-            f"tp_shard_plan={tp_shard_plan!r}: Megatron-FSDP hangs on tensor parallel models"
-            " (https://github.com/NVIDIA/Megatron-LM/issues/5786); use fsdp2_strategy_parallelize."
-        )
     _check_axis_name("dp_mesh_name", dp_mesh_name, DATA_PARALLEL)
     _check_axis_name("cp_mesh_name", cp_mesh_name, CONTEXT_PARALLEL)
     _check_axis_name("tp_mesh_name", tp_mesh_name, TENSOR_PARALLEL)
     config = MegatronFSDPConfig(
+        tp_plan=cast(Any, tp_shard_plan),
         megatron_fsdp_unit_modules=None if nvfsdp_unit_modules is None else list(nvfsdp_unit_modules),
         zero_dp_strategy=_get_zero_dp_strategy(data_parallel_sharding_strategy),
         init_fsdp_with_meta_device=init_nvfsdp_with_meta_device,

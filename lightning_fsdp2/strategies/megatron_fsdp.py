@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
-from lightning_fsdp2.mesh import ParallelSizes, check_tp_size_of_megatron
+from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
@@ -41,7 +41,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     Args:
         dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` leaves over.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
-        tp_size: Must be 1: tensor parallelism is not supported.
+        tp_size: Number of tensor parallel ranks. They read the same batch, and each holds a part of every layer.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         config: The flags of Megatron-FSDP.
         checkpoint: Options for writing and reading checkpoints.
@@ -85,7 +85,6 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         check_arguments(type(self).__name__, MegatronFSDPConfig, config=config, checkpoint=checkpoint, **timeouts)
-        check_tp_size_of_megatron(tp_size)
         import_megatron_fsdp()
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
         config = config or MegatronFSDPConfig()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PretrainedConfig
 
 LEARNING_RATE = 1e-3
@@ -91,16 +91,31 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """The whole tensor, without code of the package: Megatron-FSDP's shards are whole rows, put one after the other."""
+    """The whole tensor, without code of the package: Megatron-FSDP's shards are whole rows, put one after the other.
+
+    Under tensor parallelism they are the rows of a part, and a packed weight has a piece of each projection in a part.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
-    mesh = tensor.device_mesh
-    if "uneven_shard" not in (mesh.mesh_dim_names or ()) or not any(place.is_shard() for place in tensor.placements):
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if "uneven_shard" not in names:
         return tensor.full_tensor()
-    group = mesh.get_group("uneven_shard")
-    rows: list[Any] = [None] * group.size()
-    dist.all_gather_object(rows, tensor.to_local(), group=group)
-    return torch.cat(rows)
+    places = dict(zip(names, tensor.placements, strict=True))
+    local = tensor.to_local()
+    if not places["uneven_shard"].is_replicate():
+        local = torch.cat(_gather_parts(local, tensor.device_mesh.get_group("uneven_shard")))
+    place: Any = places.get("tensor_parallel", Replicate())
+    if place.is_replicate():
+        return local
+    parts = _gather_parts(local, tensor.device_mesh.get_group("tensor_parallel"))
+    projections = zip(*(part.chunk(getattr(place, "split_factor", 1), place.dim) for part in parts), strict=True)
+    return torch.cat([piece for pieces in projections for piece in pieces], place.dim)
+
+
+def _gather_parts(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, tensor, group=group)
+    return parts
 
 
 QUIET: dict[str, Any] = {

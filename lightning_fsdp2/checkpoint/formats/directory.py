@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from lightning_fsdp2.checkpoint.files.storage import (
     warn_of_objects,
 )
 from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_sharded, unflatten
-from lightning_fsdp2.checkpoint.stored_shards import convert_all, convert_back, get_stored_layout, is_converted
+from lightning_fsdp2.checkpoint.stored_shards import PiecewiseTensor, describe_shards, get_first_rows, is_unusual
 from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank
 
 FORMAT_VERSION = 3
@@ -91,6 +92,9 @@ class Snapshot:
 
     summary: dict[str, Any]
     """Entries for the human-readable file ``meta.json``."""
+
+    first_rows: dict[int, int]
+    """Result of :func:`~lightning_fsdp2.checkpoint.stored_shards.get_first_rows` for the tensors."""
 
     def with_tensors(self, tensors: dict[str, Any]) -> "Snapshot":
         """Return a copy of this snapshot that holds ``tensors`` instead of its own tensors."""
@@ -139,7 +143,7 @@ def take_snapshot(
             warn_of_objects((tensors, rest))
 
     on_first_rank(save_rest, group)
-    return Snapshot(convert_all(tensors), buffer.getvalue(), summary or {})
+    return Snapshot(tensors, buffer.getvalue(), summary or {}, get_first_rows(_list_tensors(tensors), group))
 
 
 def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
@@ -154,7 +158,8 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
         Exception: On every rank, when a rank could not write. An existing checkpoint at ``path`` is then kept, except
             in an object store.
     """
-    sizes = gather_objects(_get_size(snapshot.tensors) + len(snapshot.metadata), group)
+    tensors = _describe_unusual(snapshot)
+    sizes = gather_objects(_get_size(tensors) + len(snapshot.metadata), group)
     drafts: list[Draft | StoreDraft] = []  # only rank 0 appends a draft
 
     def start() -> AnyPath:
@@ -165,7 +170,7 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
 
     try:
         writer = CheckpointWriter(on_first_rank(start, group))
-        call_dcp(lambda: save(snapshot.tensors, storage_writer=writer, process_group=group), path)
+        call_dcp(lambda: save(tensors, storage_writer=writer, process_group=group), path)
         sizes_by_file = {name: size for sizes in gather_objects(writer.sizes, group) for name, size in sizes.items()}
         on_first_rank(lambda: _finish(drafts[0], snapshot, sizes_by_file, writer.checksums), group)
     except BaseException:
@@ -212,13 +217,16 @@ def read_directory(
     own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
     plain = {("state_dict", name) for name in checkpoint.pop(PLAIN_KEY, ())}
-    flat = {key: _make_target(metadata, key, own, in_place, plain) for key in keys}
+    targets = {key: _make_target(metadata, key, own, in_place, plain) for key in keys}
+    first_rows = get_first_rows(targets.values(), group)
+    flat = {
+        key: describe_shards(target, first_rows.get(index, 0)) if is_unusual(target) else target
+        for index, (key, target) in enumerate(targets.items())
+    }
     options: dict[str, Any] = {"no_dist": True} if model is None else {"process_group": group}
     call_dcp(lambda: load(flat, storage_reader=reader, planner=LoadPlanner(path, trust), **options), path)
     flat_values = {
-        _path_of(metadata, key): _finish_target(
-            value, _get_optional_like(metadata, key, own), in_place and _is_weight(metadata, key)
-        )
+        _path_of(metadata, key): targets[key] if isinstance(value, PiecewiseTensor) else value
         for key, value in flat.items()
     }
     loaded = unflatten(flat_values)
@@ -375,6 +383,23 @@ def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.Proce
         )
 
 
+def _list_tensors(tensors: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, tensors)
+    return found
+
+
+def _describe_unusual(snapshot: Snapshot) -> dict[str, Any]:
+    indices = count()
+
+    def describe(tensor: Tensor) -> Tensor:
+        first_row = snapshot.first_rows.get(next(indices), 0)
+        return describe_shards(tensor, first_row) if is_unusual(tensor) else tensor
+
+    described: dict[str, Any] = map_tensors(describe, snapshot.tensors)
+    return described
+
+
 def _get_size(tensors: dict[str, Any]) -> int:
     """Return roughly how many bytes this rank writes. The size of a replicated tensor is divided among its ranks."""
     size = 0
@@ -383,7 +408,9 @@ def _get_size(tensors: dict[str, Any]) -> int:
         nonlocal size
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         replicas = 1
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, PiecewiseTensor):
+            pass
+        elif isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             for axis, placement in enumerate(tensor.placements):
                 replicas *= mesh.size(axis) if placement.is_replicate() else 1
@@ -430,9 +457,6 @@ def _make_target(
         return None
     like = _get_optional_like(metadata, key, own)
     dtype = entry.properties.dtype
-    if is_converted(like):
-        stored_mesh, placements = get_stored_layout(like)
-        return distributed_empty(entry.size, dtype=dtype, device_mesh=stored_mesh, placements=placements)
     if like is not None:
         if in_place and _is_weight(metadata, key):
             return like
@@ -445,14 +469,3 @@ def _make_target(
         mesh = max(meshes, key=DeviceMesh.size)
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)
-
-
-def _finish_target(value: Any, like: Tensor | None, in_place: bool) -> Any:
-    """Convert a value read by DCP to the same shards as the model's tensor ``like``."""
-    if not is_converted(like):
-        return value
-    converted = convert_back(value, like)
-    if not in_place:
-        return converted
-    with torch.no_grad():
-        return like.copy_(converted)

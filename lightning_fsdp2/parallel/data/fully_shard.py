@@ -16,7 +16,7 @@ from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan
-from lightning_fsdp2.ranks.packed_shards import get_packed_placements
+from lightning_fsdp2.ranks.pieces import get_packed_placements
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
 

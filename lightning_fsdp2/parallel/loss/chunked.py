@@ -35,7 +35,7 @@ CHUNK_SIZE = 1024
 _POINTWISE = {"add", "clamp", "contiguous", "div", "float", "mul", "neg", "sub", "tanh"}
 """Names of tensor methods that compute each element of their result from a single logit and change nothing in place."""
 
-_HOOKS = ("torch.distributed.", "lightning_fsdp2.")
+_HOOKS = ("torch.distributed.", "lightning_fsdp2.", "megatron_fsdp")
 """Prefixes of the Python modules whose forward hooks do not change logits. Any other forward hook may change them."""
 
 LogitsTail = tuple[Callable[[Tensor], Tensor], ...]

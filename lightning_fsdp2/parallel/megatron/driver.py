@@ -25,6 +25,7 @@ from lightning_fsdp2.compat.megatron import (
 from lightning_fsdp2.compat.torch import call_at_end_of_backward, get_shard, is_in_backward, tree_leaves
 from lightning_fsdp2.modules.sharder import get_optional_sharder, set_sharder
 from lightning_fsdp2.parallel.data.gradients import extend_zero_grad
+from lightning_fsdp2.parallel.megatron.tensor_parallel import Lift
 from lightning_fsdp2.ranks.failures import list_names
 
 
@@ -46,14 +47,19 @@ class Driver:
 
     Args:
         wrapper: The ``megatron_fsdp.MegatronFSDP`` around the model.
+        lift: Converter of the wrapper's parameters to those of whole tensor parallel models. None without tensor
+            parallelism.
     """
 
     name = "Megatron-FSDP"
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, lift: Lift | None = None) -> None:
         self.wrapper = wrapper
         self._buffer = wrapper.param_and_grad_buffer
-        self._parameters = dict(self._buffer.optimizer_named_parameters)
+        self._lift = lift
+        # the parameters that the wrapper distributes, and those that optimizers and checkpoints see
+        self._parts = {_strip(name): part for name, part in self._buffer.optimizer_named_parameters}
+        self._parameters = self._parts if lift is None else lift.lift_parameters(self._parts)
         self._slots = self._take_over_exchange()
         self._versions = self._get_versions()
         self._is_stale = False
@@ -132,13 +138,17 @@ class Driver:
         """
         wrapper = self.wrapper
         take_over_exchange(wrapper, self.install_raw_parameters, self.install_distributed_parameters)
-        raw = {distributed: wrapper.raw_param[name] for name, distributed in self._parameters.items()}
-        return [
-            _Slot(module._parameters, name, raw[parameter], parameter)
+        names = {part: name for name, part in self._parts.items()}
+        raw = {_strip(name): parameter for name, parameter in wrapper.raw_param.items()}
+        slots = [
+            _Slot(module._parameters, name, raw[names[part]], self._parameters[names[part]])
             for module in wrapper.module.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
+            for name, part in module._parameters.items()
+            if part is not None
         ]
+        for slot in slots:
+            slot.holder[slot.name] = slot.distributed
+        return slots
 
     def _get_versions(self) -> list[tuple[int, int]]:
         """Return how often each parameter and its shard were changed in place, as counted by autograd."""
@@ -258,6 +268,8 @@ class Driver:
         self.wrapper.post_backward()
         self.install_distributed_parameters()
         if self.wrapper.model_auto_sync:
+            if self._lift is not None:
+                self._lift.lift_gradients(self._parts, self._parameters)
             self._has_gradients = True
             self._warn_of_unused()
             self._fill_empty_gradients()
@@ -269,7 +281,7 @@ class Driver:
 
     def _note_unused(self) -> None:
         names = self._buffer.param_to_name
-        unused = {names[parameter].removeprefix("module.") for parameter in list_without_gradient(self.wrapper)}
+        unused = {_strip(names[parameter]) for parameter in list_without_gradient(self.wrapper)}
         self._unused = unused if self._unused is None else self._unused & unused
 
     def _warn_of_unused(self) -> None:
@@ -295,6 +307,11 @@ class Driver:
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def _strip(name: str) -> str:
+    """Return the name that a parameter has in the wrapped module, given its name in the wrapper."""
+    return name.removeprefix("module.")
 
 
 def _refuse_copy(memo: dict[int, Any]) -> None:

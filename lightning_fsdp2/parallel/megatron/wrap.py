@@ -11,26 +11,30 @@ import inspect
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_fsdp2.compat.torch import split_evenly
 from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import (
     DP_CP,
     DP_REPLICATE,
     DP_SHARD_CP,
     TENSOR_PARALLEL,
-    check_tp_size_of_megatron,
     get_fsdp_mesh,
     get_mesh,
+    get_optional_mesh,
 )
 from lightning_fsdp2.modules.structure import ModelStructure, get_class_name, get_modules, without_metrics
 from lightning_fsdp2.parallel.megatron.driver import Driver
-from lightning_fsdp2.ranks.whole_tensors import UNEVEN_SHARD, copy_rows_
+from lightning_fsdp2.parallel.megatron.tensor_parallel import Lift, Part, get_parts, install_parts
+from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD
+from lightning_fsdp2.ranks.whole_tensors import copy_part_, make_dtensor
 
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
 
@@ -92,7 +96,6 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
             f"Megatron-FSDP runs on {' or '.join(DEVICE_TYPES)} devices, not on {device_mesh.device_type!r}; use"
             " FSDP2Strategy or DDPStrategy instead."
         )
-    check_tp_size_of_megatron(get_mesh(device_mesh, TENSOR_PARALLEL).size())
     replicas, shards = (get_mesh(device_mesh, axis).size() for axis in (DP_REPLICATE, DP_SHARD_CP))
     if replicas > 1 and (shards == 1 or zero_dp_strategy == 0):
         raise ValueError(
@@ -160,13 +163,18 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
     """
     mesh = get_fsdp_mesh(device_mesh)
     placements = [Replicate() if axis == DP_REPLICATE else Shard(0) for axis in mesh.mesh_dim_names or ()]
+    has_tp = get_optional_mesh(device_mesh, TENSOR_PARALLEL) is not None
+    tp_first = _build_tp_first_mesh(device_mesh) if has_tp else None
     spread: dict[Tensor, nn.Parameter] = {}
     for module in get_modules(model):
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in spread:
-                sharded = distribute_tensor(parameter.detach(), mesh, placements if parameter.ndim else None)
+                if tp_first is None:
+                    sharded = distribute_tensor(parameter.detach(), mesh, placements if parameter.ndim else None)
+                else:
+                    sharded = _shard_part(cast(DTensor, parameter), tp_first)
                 spread[parameter] = nn.Parameter(sharded, parameter.requires_grad)
             module._parameters[name] = spread[parameter]
     if not spread:
@@ -174,6 +182,22 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
             f"init_fsdp_with_meta_device=True, but {get_class_name(model)} has no parameter on the meta device; build"
             ' the model inside `torch.device("meta")` in `configure_model`, or leave out the flag.'
         )
+
+
+def _build_tp_first_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """Build a mesh on which tensor parallelism cuts a parameter before the data parallel ranks of a replica do."""
+    axes = (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)
+    view = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL))
+    groups = [view.get_group(axis) for axis in axes]
+    ranks = view.mesh.permute(0, 2, 1).contiguous()
+    return DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=axes)
+
+
+def _shard_part(parameter: DTensor, mesh: DeviceMesh) -> DTensor:
+    """Shard this rank's part of a tensor parallel parameter over the data parallel ranks."""
+    shards = split_evenly(parameter.to_local().detach(), mesh[DP_SHARD_CP].size())
+    local = shards[mesh.get_local_rank(DP_SHARD_CP)]
+    return make_dtensor(local, mesh, [Replicate(), *parameter.placements, Shard(0)], parameter.shape)
 
 
 # ---------------------------------------------------------------------- wrapping
@@ -212,18 +236,14 @@ def apply_megatron_fsdp(
                 f"{name}={value!r}: megatron-fsdp {_get_version()} has no such option; leave the option out, or install"
                 f" a version that has it: {_INSTALL}."
             )
-    axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
-    view = get_mesh(device_mesh, axes)
-    # a mesh with the same groups, but with a special axis name by which megatron-fsdp's tensors are recognised later
-    mesh = DeviceMesh.from_group(
-        [view.get_group(axis) for axis in axes],
-        view.device_type,
-        mesh=view.mesh,
-        mesh_dim_names=(DP_REPLICATE, UNEVEN_SHARD, TENSOR_PARALLEL),
-    )
+    mesh = _build_wrapper_mesh(device_mesh)
     if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
         options |= {"dp_outer_dim": DP_REPLICATE, "hybrid_fsdp_group": get_mesh(device_mesh, DP_CP).get_group()}
-    weights = _take_spread_parameters(model, device)
+    tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
+    parts = {} if tp_mesh is None else get_parts(model, tp_mesh)
+    if tp_mesh is not None:
+        install_parts(model, tp_mesh)
+    weights = _take_spread_parameters(model, device, parts)
     with without_metrics(model):
         wrapper = package.fully_shard_model(
             model,
@@ -236,9 +256,25 @@ def apply_megatron_fsdp(
             mixed_precision_policy=_build_precision_policy(package, config),
             **{name: value for name, value in options.items() if name in known},
         )
-        driver = Driver(wrapper)
+        driver = Driver(wrapper, None if tp_mesh is None else Lift(device_mesh, parts))
     _fill(driver, weights)
     return wrapper
+
+
+def _build_wrapper_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """Build the mesh for the wrapper, which has a special axis name by which the wrapper's tensors are recognised.
+
+    megatron-fsdp asks for a tensor parallel axis. It gets one with a single rank, because it must not see tensor
+    parallelism.
+    """
+    axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
+    view = get_mesh(device_mesh, axes)
+    groups, ranks = [view.get_group(axis) for axis in axes], view.mesh
+    if view.size(2) > 1:
+        groups[2] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        ranks = ranks[..., view.get_local_rank(2)].unsqueeze(-1)
+    names = (DP_REPLICATE, UNEVEN_SHARD, TENSOR_PARALLEL)
+    return DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
@@ -250,10 +286,11 @@ def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
     return package.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=added_up, grad_comm_dtype=reduced)
 
 
-def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str, DTensor]:
+def _take_spread_parameters(model: nn.Module, device: torch.device, parts: dict[str, Part]) -> dict[str, DTensor]:
     """Replace parameters that are DTensors with placeholders without values, and return the DTensors by name."""
     taken: dict[str, Any] = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    empty = {parameter: _make_without_memory(parameter, device) for parameter in taken.values()}
+    shapes = {name: parts[name].local_shape if name in parts else parameter.shape for name, parameter in taken.items()}
+    empty = {parameter: _make_without_memory(parameter, shapes[name], device) for name, parameter in taken.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter in empty:
@@ -261,15 +298,15 @@ def _take_spread_parameters(model: nn.Module, device: torch.device) -> dict[str,
     return taken
 
 
-def _make_without_memory(like: DTensor, device: torch.device) -> nn.Parameter:
-    """Make a parameter with the shape of ``like`` whose elements all share the memory of one element.
+def _make_without_memory(like: DTensor, shape: torch.Size, device: torch.device) -> nn.Parameter:
+    """Make a parameter of a ``shape``, with the dtype of ``like``, whose elements all share the memory of one element.
 
     megatron-fsdp copies it into its buffers and then frees it.
     """
     element = torch.zeros(1, dtype=like.dtype, device=device)
     # megatron-fsdp would not free a view such as `element.expand(...)`
     tensor = torch.empty(0, dtype=like.dtype, device=device)
-    return nn.Parameter(tensor.set_(element.untyped_storage(), 0, like.shape, [0] * like.ndim), like.requires_grad)
+    return nn.Parameter(tensor.set_(element.untyped_storage(), 0, shape, [0] * len(shape)), like.requires_grad)
 
 
 @torch.no_grad()
@@ -277,7 +314,7 @@ def _fill(driver: Driver, weights: dict[str, DTensor]) -> None:
     driver.install_distributed_parameters()
     parameters = dict(driver.wrapper.module.named_parameters())
     for name, weight in weights.items():
-        copy_rows_(parameters[name], weight)
+        copy_part_(parameters[name], weight)
 
 
 def _is_installed(module: str) -> bool:

@@ -95,8 +95,10 @@ def apply_tensor_parallel(
         if model.foreign:
             parallelize_module(model.module, mesh, model.foreign)
         _shard_logits(model, mesh, loss_parallel)
-    layouts = {
-        slot: layout for slot, layout in layouts.items() if not isinstance(slot[0]._parameters[slot[1]], DTensor)
+    layouts |= {
+        slot: Layout(placement=parameter.placements[0], foreign_shape=parameter.shape)
+        for slot in layouts
+        if isinstance(parameter := slot[0]._parameters[slot[1]], DTensor)
     }
     installed: set[nn.Module] = set()
     for model in models:
@@ -108,13 +110,13 @@ def apply_tensor_parallel(
     warn_of_replicated(root, layouts)
     shard_parameters(layouts, mesh)
     for layer in layers:
-        compute_with_local_parameters(layer, layouts, mesh.get_group())
+        compute_with_local_parameters(layer, layouts, mesh)
     read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}
     for module in others:
         # torch's attention reads the weights of its output projection without calling the projection
         held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
         methods = get_entrances(module)
-        compute_with_local_parameters(module, layouts, mesh.get_group(), modules=held, methods=methods)
+        compute_with_local_parameters(module, layouts, mesh, modules=held, methods=methods)
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
 
 

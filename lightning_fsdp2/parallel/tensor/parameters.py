@@ -4,6 +4,9 @@ A model's own code never sees a DTensor. While a module's forward runs, plain te
 parameters. The :class:`Layout` of a parameter says whether the gradient of this rank's part is complete or only a
 summand. The gradient of the parameter itself always has the placement of its DTensor, so FSDP2, gradient accumulation
 and clipping need not know about layouts.
+
+Megatron-FSDP replaces the DTensors with *raw* parameters, which are plain parameters with this rank's parts. A forward
+computes with them directly. Their gradients are the rank's own, and are summed when backward has ended.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,17 +22,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fsdp2.compat.torch import StridedShard, has_packed_shards
 from lightning_fsdp2.modules.wrapping import wrap_method
-from lightning_fsdp2.ranks.collectives import (
-    copy_together,
-    gather_for_ranks,
-    get_shard_range,
-)
+from lightning_fsdp2.ranks.collectives import copy_together, gather_for_ranks, get_shard_range
+from lightning_fsdp2.ranks.whole_tensors import make_dtensor
 
 Slot = tuple[nn.Module, str]
 """Module, and name of a parameter that the module holds directly."""
 
-
 REPLICATE = Replicate()
+
+_LAYOUTS = "_lightning_fsdp2_layouts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ class Layout:
     is_uneven: bool = False
     """Whether the ranks' shards may differ in size, because their results are only gathered or summed."""
 
+    foreign_shape: torch.Size | None = None
+    """Shape of the whole parameter if one of torch's own styles has sharded it. The module then computes with DTensors."""
+
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
         """Return the sizes of a parameter's packed sections. Each section is sharded over the ranks separately."""
         if self.sections is not None:
@@ -75,6 +79,11 @@ class Layout:
             return _narrow(whole, self.placement.dim, rank, ranks).clone(memory_format=torch.contiguous_format)
         return whole
 
+    @property
+    def is_final(self) -> bool:
+        """Whether a rank computes with the part of the parameter that it stores, without a conversion."""
+        return not self.is_summed and self.sections is None and self.foreign_shape is None
+
     def finish(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Convert the stored part of a parameter to the part with which this rank computes.
 
@@ -88,6 +97,9 @@ class Layout:
             local = gather_for_ranks(local, self.dim, group)
         parts = local.split(self.sections, self.dim)
         return torch.cat([_narrow(part, self.dim, group.rank(), group.size()) for part in parts], self.dim)
+
+
+_REPLICATED = Layout()
 
 
 def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ...]) -> Layout:
@@ -110,20 +122,36 @@ def get_packed_layout(parameter: Tensor, dim: int, sections: int | tuple[int, ..
 
 
 def shard_parameters(layouts: dict[Slot, Layout], mesh: DeviceMesh) -> None:
-    """Replace every parameter in ``layouts`` with a DTensor on ``mesh``. Tied parameters stay tied."""
+    """Replace every parameter in ``layouts`` with a DTensor on ``mesh``. Tied parameters stay tied.
+
+    Parameters that torch's own styles have already replaced stay as they are. The layouts are recorded on the modules,
+    for :func:`get_layout`.
+    """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (module, name), layout in layouts.items():
+        module.__dict__.setdefault(_LAYOUTS, {})[name] = layout
         parameter = module._parameters[name]
         assert parameter is not None
+        if layout.foreign_shape is not None:
+            continue
         if parameter not in replaced:
             replaced[parameter] = _to_dtensor(parameter, layout, mesh)
         module._parameters[name] = replaced[parameter]
 
 
+def get_layout(module: nn.Module, name: str) -> Layout:
+    """Return the layout of a parameter that ``module`` holds directly. Without tensor parallelism, it is the default.
+
+    The layout is recorded on the module, because weights are loaded into new parameters.
+    """
+    layout: Layout = module.__dict__.get(_LAYOUTS, {}).get(name, _REPLICATED)
+    return layout
+
+
 def compute_with_local_parameters(
     top: nn.Module,
     layouts: dict[Slot, Layout],
-    group: dist.ProcessGroup,
+    mesh: DeviceMesh,
     *,
     modules: Iterable[nn.Module] | None = None,
     methods: Iterable[str] = ("forward",),
@@ -133,46 +161,63 @@ def compute_with_local_parameters(
     Args:
         top: Module whose methods are wrapped.
         layouts: Layouts of all parameters of ``top``. Layouts of other parameters are ignored.
-        group: Process group of the tensor parallel ranks.
+        mesh: 1-D mesh of the tensor parallel ranks.
         modules: Modules whose parameters are replaced while a method runs. None for all modules in ``top``.
         methods: Names of the methods to wrap.
     """
     inside = set(top.modules() if modules is None else modules)
     slots = [(*slot, layout) for slot, layout in layouts.items() if slot[0] in inside]
     for name in methods if slots else ():
-        wrap_method(top, _LocalParameters(slots, group), name)
+        wrap_method(top, _LocalParameters(slots, mesh), name)
 
 
 class _LocalParameters:
-    """Wrapper of a method that replaces DTensor parameters with this rank's parts while the method runs."""
+    """Wrapper of a method that replaces parameters with the tensors that the method computes with, while it runs."""
 
-    def __init__(self, slots: list[tuple[nn.Module, str, Layout]], group: dist.ProcessGroup) -> None:
+    def __init__(self, slots: list[tuple[nn.Module, str, Layout]], mesh: DeviceMesh) -> None:
         self.slots = slots
-        self.group = group
+        self.mesh = mesh
+        self.group = mesh.get_group()
 
     def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # skip parameters that are no longer DTensors, because an enclosing module's wrapper has already replaced them
-        sharded = [slot for slot in self.slots if isinstance(slot[0]._parameters[slot[1]], DTensor)]
-        saved = [module._parameters[name] for module, name, _ in sharded]
+        replaced = [slot for slot in self.slots if _is_replaced(slot[0]._parameters[slot[1]], slot[2])]
+        saved = [module._parameters[name] for module, name, _ in replaced]
         try:
-            for (module, name, layout), local in zip(sharded, self._to_local(saved, sharded), strict=True):
-                module._parameters[name] = layout.finish(local, self.group)  # type: ignore[assignment]
+            for (module, name, layout), local in zip(replaced, self._to_local(saved, replaced), strict=True):
+                module._parameters[name] = self._finish(local, layout)
             return method(*args, **kwargs)
         finally:
-            for (module, name, _), parameter in zip(sharded, saved, strict=True):
+            for (module, name, _), parameter in zip(replaced, saved, strict=True):
                 module._parameters[name] = parameter
 
     def _to_local(self, parameters: list[Any], slots: list[tuple[nn.Module, str, Layout]]) -> list[Any]:
         """Return the part of each parameter that this rank stores.
 
-        In backward, a single all-reduce sums the gradients of all parameters for which each rank computes a summand.
+        In backward, a single all-reduce sums the gradients of all DTensors for which each rank computes a summand. The
+        gradients of raw parameters are summed later, once per optimizer step.
         """
-        local = [parameter.to_local() for parameter in parameters]
-        partial = [i for i, (_, _, layout) in enumerate(slots) if layout.is_partial and local[i].requires_grad]
+        is_raw = [not isinstance(parameter, DTensor) for parameter in parameters]
+        local = [p if raw else p.to_local() for p, raw in zip(parameters, is_raw, strict=True)]
+        partial = [i for i, slot in enumerate(slots) if slot[2].is_partial and local[i].requires_grad and not is_raw[i]]
         if partial:
             for i, copy in zip(partial, copy_together([local[i] for i in partial], self.group), strict=True):
                 local[i] = copy
         return local
+
+    def _finish(self, local: Tensor, layout: Layout) -> Any:
+        if layout.foreign_shape is None:
+            return layout.finish(local, self.group)
+        return make_dtensor(local, self.mesh, [layout.placement], layout.foreign_shape)
+
+
+def _is_replaced(parameter: Any, layout: Layout) -> bool:
+    """Return whether a module computes with a different tensor than ``parameter``.
+
+    A plain tensor that is no parameter is the result of an enclosing module's wrapper, and is final.
+    """
+    if isinstance(parameter, DTensor):
+        return layout.foreign_shape is None
+    return isinstance(parameter, nn.Parameter) and not layout.is_final
 
 
 def get_slots(modules: Iterable[nn.Module]) -> list[Slot]:
@@ -183,8 +228,7 @@ def get_slots(modules: Iterable[nn.Module]) -> list[Slot]:
 def _to_dtensor(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> nn.Parameter:
     whole = parameter.detach()
     shard = layout.get_shard(whole, mesh.get_local_rank(), mesh.size())
-    stride = torch.empty(whole.shape, device="meta").stride()
-    dtensor = DTensor.from_local(shard, mesh, [layout.placement], run_check=False, shape=whole.shape, stride=stride)
+    dtensor = make_dtensor(shard, mesh, [layout.placement], whole.shape)
     sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     sharded.__dict__.update(parameter.__dict__)
     return sharded

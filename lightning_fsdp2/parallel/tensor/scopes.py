@@ -301,7 +301,9 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
         try:
             for name, parameter in saved.items():
                 if parameter is not None and parameter.requires_grad:
-                    module._parameters[name] = copy_to_ranks(parameter, scope.group)  # type: ignore[assignment]
+                    # clone a raw parameter: Megatron-FSDP may move its memory before backward, but not that of a view
+                    own = parameter.clone() if isinstance(parameter, nn.Parameter) else parameter
+                    module._parameters[name] = copy_to_ranks(own, scope.group)  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
             module._parameters.update(saved)

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_fsdp2.compat.torch import get_dtensor_crossing, get_optional_function, is_fsdp_pass_through
-from lightning_fsdp2.parallel.tensor.parameters import get_slots
+from lightning_fsdp2.parallel.tensor.parameters import get_layout, get_slots
 from lightning_fsdp2.ranks.collectives import KINDS, Kind
 
 Edge = tuple[Any, int]
@@ -113,7 +113,7 @@ class _Graph:
 
     def __init__(self, layer: nn.Module, name: str, known: dict[Edge, Kind]) -> None:
         self.name = name
-        self.known = known
+        self.known = known | _get_kinds_of_raw(layer)
         self.kinds: dict[Any, Kind] = {}
         self.parameters: dict[Edge, str] = {
             _get_edge(parameter): parameter_name
@@ -226,6 +226,21 @@ def _get_edge(tensor: Tensor) -> Edge:
     """Return the edge of the autograd graph that stands for a tensor."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def _get_kinds_of_raw(layer: nn.Module) -> dict[Edge, Kind]:
+    """Return the kinds of the raw parameters with which a layer computes under Megatron-FSDP.
+
+    The graph shows how a plain tensor was made from a DTensor, but it does not show this for a raw parameter.
+    """
+    kinds = {}
+    for module, name in get_slots(layer.modules()):
+        parameter = module._parameters[name]
+        if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) and parameter.requires_grad:
+            layout = get_layout(module, name)
+            is_equal = isinstance(layout.placement, Replicate) and not layout.is_partial
+            kinds[_get_edge(parameter)] = Kind.EQUAL if is_equal else Kind.OWN
+    return kinds
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:

@@ -121,7 +121,7 @@ def test_a_rank_computes_with_its_part_of_each_section_and_the_whole_has_its_gra
             for name, (whole, sections) in wholes.items()
         }
         shard_parameters(layouts, mesh)
-        compute_with_local_parameters(module, layouts, mesh.get_group())
+        compute_with_local_parameters(module, layouts, mesh)
         weights = {name: torch.rand(whole.shape) for name, (whole, _) in wholes.items()}  # the same on both ranks
         factors = {
             name: take(weights[name], sections, dims.get(name, 0), rank) for name, (_, sections) in wholes.items()
@@ -229,7 +229,7 @@ def test_modules_find_plain_tensors_and_dtensors_get_the_gradients() -> None:
         ]
         layouts = {(module, name): layout for name, layout in zip(names, styles, strict=True)}
         shard_parameters(layouts, mesh)
-        compute_with_local_parameters(module, layouts, mesh.get_group())
+        compute_with_local_parameters(module, layouts, mesh)
         saved = dict(module._parameters)
 
         by_rank = [{name: torch.rand(shape) for name, shape in zip(names, shapes, strict=True)} for _ in range(2)]
@@ -270,7 +270,7 @@ def test_frozen_summands_take_no_part_in_the_sum() -> None:
         layouts = dict.fromkeys(get_slots([module]), Layout(is_partial=True))
         module.frozen.requires_grad = False
         shard_parameters(layouts, mesh)
-        compute_with_local_parameters(module, layouts, mesh.get_group())
+        compute_with_local_parameters(module, layouts, mesh)
         with StepCounter() as counter:
             module({"frozen": torch.ones(3), "trained": torch.ones(2)}).backward()
         assert counter.elements == {"all_reduce": [2]}
@@ -312,8 +312,8 @@ def test_parameters_are_put_back_after_an_exception_and_after_nested_calls() -> 
         shard_parameters(layouts, mesh)
         saved = [module.weight, module.inner.weight]
         signature = str(inspect.signature(module.forward))
-        compute_with_local_parameters(module.inner, layouts, mesh.get_group())
-        compute_with_local_parameters(module, layouts, mesh.get_group(), methods=("training_step", "forward"))
+        compute_with_local_parameters(module.inner, layouts, mesh)
+        compute_with_local_parameters(module, layouts, mesh, methods=("training_step", "forward"))
         assert str(inspect.signature(module.forward)) == signature, "transformers reads it"
 
         def assert_put_back() -> None:
@@ -344,7 +344,7 @@ def test_without_recursion_only_the_parameters_of_the_module_itself_become_plain
         module = Outer()
         layouts = dict.fromkeys(get_slots(module.modules()), Layout())
         shard_parameters(layouts, mesh)
-        compute_with_local_parameters(module, layouts, mesh.get_group(), modules=[module])
+        compute_with_local_parameters(module, layouts, mesh, modules=[module])
         seen: list[Any] = []
         module.inner.forward = lambda factors: seen.extend([module.weight, module.inner.weight]) or torch.zeros(())
         module()
@@ -364,7 +364,7 @@ def test_a_tied_parameter_gets_the_gradients_of_all_its_uses() -> None:
         reference(ids).square().sum().backward()
         layouts = dict.fromkeys(get_slots(module.modules()), Layout())  # whole on every rank: no collective is needed
         shard_parameters(layouts, mesh)
-        compute_with_local_parameters(module, layouts, mesh.get_group())
+        compute_with_local_parameters(module, layouts, mesh)
         module(ids).square().sum().backward()
         for (name, parameter), expected in zip(module.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, msg=name)

@@ -78,7 +78,7 @@ class Style(ParallelStyle):
         layouts |= self.get_layouts(module, device_mesh.size())
         shard_parameters(layouts, device_mesh)
         self.install(module, Scope(device_mesh.get_group()))
-        compute_with_local_parameters(module, layouts, device_mesh.get_group())
+        compute_with_local_parameters(module, layouts, device_mesh)
         return module
 
 

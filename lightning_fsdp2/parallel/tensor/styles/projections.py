@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from lightning_fsdp2.parallel.loss.cross_entropy import keeps_logits_sharded
 from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_packed_layout
 from lightning_fsdp2.parallel.tensor.scopes import Scope
 from lightning_fsdp2.parallel.tensor.styles.base import Style
 from lightning_fsdp2.ranks.collectives import copy_to_ranks, gather_shards, get_shard_range, reduce_scatter, split
+from lightning_fsdp2.ranks.whole_tensors import make_dtensor
 
 _WHOLE_ATTRIBUTE = "_lightning_fsdp2_output_size"
 """Name of the attribute that keeps the total number of outputs of a ``Conv1D``, whose ``nf`` is set to the number of
@@ -101,9 +102,7 @@ class VocabularyHead(ColumnWise):
         if not keeps_logits_sharded(module) and (is_single or not self.shards_logits):
             return gather_shards(logits, -1, _get_output_size(linear), scope.group)
         shape = torch.Size((*logits.shape[:-1], _get_output_size(linear)))
-        stride = torch.empty(shape, device="meta").stride()
-        placement = Shard(logits.ndim - 1)
-        return DTensor.from_local(logits, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+        return make_dtensor(logits, self.mesh, [Shard(logits.ndim - 1)], shape)
 
 
 @dataclass(unsafe_hash=True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_fsdp2.compat.torch import StridedShard
-from lightning_fsdp2.ranks.packed_shards import get_packed_placements
+from lightning_fsdp2.ranks.pieces import get_packed_placements
 
 GATE_AND_UP = StridedShard(0, split_factor=2)
 

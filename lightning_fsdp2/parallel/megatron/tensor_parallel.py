@@ -1,0 +1,185 @@
+"""Tensor parallelism around Megatron-FSDP, which does not know of it.
+
+megatron-fsdp fails on parameters that are DTensors (https://github.com/NVIDIA/Megatron-LM/issues/5786). It need not see
+any, because modules under tensor parallelism compute with plain tensors. Before wrapping, each parameter is therefore
+replaced with this rank's part, a plain parameter. The wrapper shards the part over the data parallel ranks, and its
+distributed parameters are *lifted*: DTensors of the whole parameter that share the wrapper's memory. Tensor parallelism
+cuts a parameter first, so its axis is before the wrapper's in their mesh.
+
+The gradients of some parts are only summands of this rank, see
+:class:`~lightning_fsdp2.parallel.tensor.parameters.Layout`. They are summed over the tensor parallel ranks once per
+optimizer step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_fsdp2.mesh import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_mesh
+from lightning_fsdp2.parallel.tensor.parameters import get_layout
+from lightning_fsdp2.ranks.coordination import gather_objects
+from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_uneven_group
+from lightning_fsdp2.ranks.whole_tensors import get_first_row, make_dtensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Description of a parameter that is distributed over the tensor parallel ranks."""
+
+    shape: torch.Size
+    """Shape of the whole parameter."""
+
+    local_shape: torch.Size
+    """Shape of this rank's part."""
+
+    placement: Placement
+    """Placement over the tensor parallel ranks."""
+
+    is_partial: bool
+    """Whether the gradient of this rank's part is only a summand."""
+
+
+def get_parts(model: nn.Module, tp_mesh: DeviceMesh) -> dict[str, Part]:
+    """Describe the parameters of a tensor parallel model, by name. Tied parameters are listed under each name."""
+    parts = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            layout = get_layout(module, name)
+            whole = torch.empty(parameter.shape, device="meta")
+            local = layout.get_shard(whole, tp_mesh.get_local_rank(), tp_mesh.size())
+            full_name = f"{prefix}.{name}" if prefix else name
+            parts[full_name] = Part(parameter.shape, local.shape, layout.placement, layout.is_partial)
+    return parts
+
+
+def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Replace each parameter on ``tp_mesh`` with this rank's part, a plain parameter. Tied parameters stay tied.
+
+    Parameters that :func:`~lightning_fsdp2.parallel.megatron.wrap.spread_parameters` has sharded further are on another
+    mesh, and stay.
+    """
+    replaced: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor) or parameter.device_mesh != tp_mesh:
+                continue
+            if parameter not in replaced:
+                local = parameter.to_local().detach()
+                # megatron-fsdp would not free the memory of a view
+                plain = nn.Parameter(local.clone() if local._base is not None else local, parameter.requires_grad)
+                plain.__dict__.update(parameter.__dict__)
+                replaced[parameter] = plain
+            module._parameters[name] = replaced[parameter]
+
+
+class Lift:
+    """Converter of Megatron-FSDP's DTensors of a rank's parts to DTensors of whole parameters.
+
+    Args:
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh` with several tensor parallel ranks.
+        parts: Result of :func:`get_parts`.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, parts: dict[str, Part]) -> None:
+        self._parts = parts
+        axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
+        view = get_mesh(device_mesh, axes)
+        self._tp_group = view.get_group(TENSOR_PARALLEL)
+        self._mesh = DeviceMesh.from_group(
+            [view.get_group(axis) for axis in (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)],
+            view.device_type,
+            mesh=view.mesh.permute(0, 2, 1).contiguous(),
+            mesh_dim_names=(DP_REPLICATE, TENSOR_PARALLEL, UNEVEN_SHARD),
+        )
+        self._first_rows: dict[str, int] = {}
+        self._is_aligned: dict[str, bool] = {}
+
+    def lift(self, name: str, tensor: DTensor) -> DTensor:
+        """Return the DTensor of the whole parameter called ``name``, or of its gradient.
+
+        Args:
+            name: Name of the parameter.
+            tensor: Megatron-FSDP's DTensor of this rank's part. The result shares its memory, and its counter of
+                in-place changes.
+        """
+        part = self._parts[name]
+        placements = [Replicate(), part.placement, tensor.placements[-1]]
+        return make_dtensor(tensor.to_local().detach(), self._mesh, placements, part.shape)
+
+    def lift_parameters(self, parts: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return lifted parameters, by name, for Megatron-FSDP's distributed parameters.
+
+        Every rank must call this function once, before :meth:`lift_gradients`.
+        """
+        parameters = {n: nn.Parameter(self.lift(n, cast(DTensor, p)), p.requires_grad) for n, p in parts.items()}
+        partial: Any = {n: p for n, p in parameters.items() if self._parts[n].is_partial and p.requires_grad}
+        rows = {name: (get_first_row(p), p.to_local().size(0)) for name, p in partial.items()}
+        others = gather_objects(rows, self._tp_group)
+        self._first_rows = {name: first for name, (first, _) in rows.items()}
+        self._is_aligned = {name: all(other[name] == own for other in others) for name, own in rows.items()}
+        return parameters
+
+    @torch.no_grad()
+    def lift_gradients(self, parts: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Move gradients from Megatron-FSDP's parameters to the lifted ones, and sum partial gradients over the ranks.
+
+        The sums are not computed in place, because a second backward may add to Megatron-FSDP's own gradients.
+
+        Args:
+            parts: Megatron-FSDP's distributed parameters, by name.
+            parameters: The lifted parameters, by name.
+        """
+        for name, part in parts.items():
+            gradient, part.grad = cast(DTensor | None, part.grad), None
+            parameters[name].grad = None if gradient is None else self.lift(name, gradient)
+        partial = {name: cast(DTensor, parameters[name]) for name in self._first_rows}
+        self._sum_aligned([p for name, p in partial.items() if self._is_aligned[name] and p.grad is not None])
+        self._sum_others({name: p for name, p in partial.items() if not self._is_aligned[name]})
+
+    def _sum_aligned(self, parameters: list[DTensor]) -> None:
+        """Sum gradients of which all tensor parallel ranks hold the same rows, with a single all-reduce in float32."""
+        if not parameters:
+            return
+        local = [cast(DTensor, parameter.grad).to_local() for parameter in parameters]
+        flat = torch.cat([gradient.flatten().float() for gradient in local])
+        dist.all_reduce(flat, group=self._tp_group)
+        for parameter, gradient, total in zip(parameters, local, flat.split([g.numel() for g in local]), strict=True):
+            _set_gradient(parameter, total.view(gradient.shape))
+
+    def _sum_others(self, parameters: dict[str, DTensor]) -> None:
+        """Sum gradients of which tensor parallel ranks hold different rows, which is why the whole gradients are summed.
+
+        This happens if a unit also has a weight whose shards differ in size between tensor parallel ranks, such as an
+        embedding with an odd vocabulary: Megatron-FSDP then cuts the unit's buffer at different rows.
+        """
+        if not parameters:
+            return
+        whole = []
+        for name, parameter in parameters.items():
+            whole.append(torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
+            if parameter.grad is not None:
+                gradient = parameter.grad.to_local()
+                whole[-1][self._first_rows[name] :][: len(gradient)] = gradient
+        flat = torch.cat([gradient.flatten() for gradient in whole])
+        rows_group = get_uneven_group(next(iter(parameters.values())))
+        for group in filter(None, (rows_group, self._tp_group)):
+            dist.all_reduce(flat, group=group)
+        for (name, parameter), total in zip(parameters.items(), flat.split([g.numel() for g in whole]), strict=True):
+            if parameter.grad is not None:
+                rows = total.view(parameter.shape)[self._first_rows[name] :]
+                _set_gradient(parameter, rows[: len(parameter.grad.to_local())])
+
+
+def _set_gradient(parameter: DTensor, local: Tensor) -> None:
+    gradient = cast(DTensor, parameter.grad)
+    local = local.to(gradient.dtype)
+    parameter.grad = make_dtensor(local, gradient.device_mesh, gradient.placements, gradient.shape)
