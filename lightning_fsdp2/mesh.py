@@ -20,6 +20,7 @@ import atexit
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_fsdp2.compat.torch import unflatten_mesh
+from lightning_fsdp2.compat.torch import get_group_timeout, unflatten_mesh
 from lightning_fsdp2.config import DDPConfig, DistributedConfig
 
 DP_REPLICATE = "dp_replicate"
@@ -54,6 +55,7 @@ _VIEWS = (
 """Axis names of every view of the world mesh, outermost first. :attr:`MeshSizes.axes` has the size of each axis."""
 
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
+_GROUPS_ATTRIBUTE = "_lightning_fsdp2_groups"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +284,30 @@ def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
     For a mesh from other software, return only that mesh.
     """
     return getattr(device_mesh, _VIEWS_ATTRIBUTE, (device_mesh,))
+
+
+def get_extra_group(device_mesh: DeviceMesh, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a process group for a special ``purpose``, apart from the groups of the mesh's axes.
+
+    The first call creates the group, and all of its ranks must then call this function. Later calls return the same
+    group, because groups hold device memory.
+
+    Args:
+        device_mesh: Mesh that keeps the group. The group has the timeout of the mesh's groups.
+        purpose: Name of the purpose, such as ``"all-gathers"``.
+        ranks: Global ranks of the group.
+    """
+    groups = get_views(device_mesh)[0].__dict__.setdefault(_GROUPS_ATTRIBUTE, {})
+    if purpose not in groups:
+        timeout = get_group_timeout(device_mesh.get_group(0))
+        groups[purpose] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    group: dist.ProcessGroup = groups[purpose]
+    return group
+
+
+def get_extra_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the groups that :func:`get_extra_group` has created for ``device_mesh`` and its other views."""
+    return list(get_views(device_mesh)[0].__dict__.get(_GROUPS_ATTRIBUTE, {}).values())
 
 
 def get_fsdp_mesh(

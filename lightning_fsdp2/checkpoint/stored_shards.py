@@ -23,9 +23,8 @@ from lightning_fsdp2.ranks.pieces import Piece, get_packed_placements, get_piece
 class PiecewiseTensor(Tensor):
     """Tensor without memory that tells DCP which pieces of a DTensor this rank holds.
 
-    DCP asks any object for the three methods with two underscores
-    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_checkpointable.py). It reads and writes the memory of
-    the DTensor directly.
+    DCP asks any object for the three methods with two underscores. It then reads and writes the memory of the DTensor
+    directly (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_checkpointable.py).
 
     Args:
         tensor: The DTensor.
@@ -43,9 +42,8 @@ class PiecewiseTensor(Tensor):
         self._pieces = {torch.Size(part.start for part in piece.whole): piece for piece in pieces}
         self._is_written = is_written
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the pieces that this rank writes, in bytes."""
+    def get_written_bytes(self) -> int:
+        """Return the size of the pieces that this rank writes, in bytes."""
         return self._local.nbytes if self._is_written else 0
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
@@ -75,7 +73,7 @@ class PiecewiseTensor(Tensor):
         return self._local[self._pieces[index.offset].local]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse operations, because the tensor has no values."""
         raise NotImplementedError(f"{func} of a tensor that only describes what a checkpoint holds")
 

@@ -70,7 +70,7 @@ def get_first_row(tensor: DTensor) -> int:
 
 
 def _gather(tensor: DTensor) -> Tensor:
-    """Gather the rows of uneven shards first, and then the parts of the axes before them, such as tensor parallelism."""
+    """Gather uneven shards first, and then the parts that tensor parallelism has cut before."""
     local, group = tensor.to_local().detach(), get_uneven_group(tensor)
     if group is not None:
         counts = _get_counts(tensor, group)

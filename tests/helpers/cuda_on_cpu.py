@@ -54,6 +54,14 @@ def _wait_for_each(group: dist.ProcessGroup, device: Any = None, async_ops: bool
     return dist._coalescing_manager(group, device)
 
 
+def _get_tensor_on_cpu(self: Any, shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None) -> Tensor:
+    """What the buffers of ``fsdp_double_buffer`` do, without the number of a CUDA device."""
+    size = torch.Size(shape).numel()
+    if (name, dtype) not in self.buffer or self.buffer[name, dtype].numel() < size:
+        self.buffer[name, dtype] = torch.empty(size, dtype=dtype)
+    return self.buffer[name, dtype][:size].view(*shape)
+
+
 @contextlib.contextmanager
 def cuda_on_cpu() -> Iterator[None]:
     """Replace what megatron-fsdp calls, in this process, until the end of the block."""
@@ -74,7 +82,9 @@ def cuda_on_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(Tensor, "record_stream", lambda self, stream: None))
         stack.enter_context(patch.object(megatron_fsdp, "DEVICE_TYPES", ("cpu",)))
         from megatron_fsdp import param_and_grad_buffer
+        from megatron_fsdp.utils import GlobalMemoryBuffer
 
         stack.enter_context(patch.object(param_and_grad_buffer, "gradient_reduce_preprocessing", _reduce_as_gloo_can))
         stack.enter_context(patch.object(param_and_grad_buffer, "_coalescing_manager", _wait_for_each))
+        stack.enter_context(patch.object(GlobalMemoryBuffer, "get_tensor", _get_tensor_on_cpu))
         yield

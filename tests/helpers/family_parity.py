@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import CONFIG_MAPPING
 
 from helpers.families import make_family_model
-from helpers.oracle import EPSILON, LEARNING_RATE, Record, assert_equal_gradients, assert_equal_runs
-from helpers.ranks import RankError, run_ranks
-from helpers.tensor_parallel import to_whole
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
+from helpers.oracle import EPSILON, LEARNING_RATE, Record, assert_equal_gradients, assert_equal_runs, whole
+from helpers.ranks import RankError
+from helpers.strategies import STRATEGIES
+from lightning_fsdp2 import (
+    FSDP2Config,
+    FSDP2Manager,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    clip_grad_norm_,
+    create_device_mesh,
+    defer_grad_sync,
+)
 from lightning_fsdp2.parallel.tensor.families import FAMILIES
 from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
@@ -40,6 +49,7 @@ class Layout:
     method: str = "auto"
     sequence_parallel: bool = False
     accumulate: int = 1
+    is_megatron: bool = False
 
 
 LAYOUTS = {
@@ -50,6 +60,12 @@ LAYOUTS = {
     "dp2 x tp2": Layout(dp=2),
     "dp2 x tp2+sp": Layout(dp=2, sequence_parallel=True),
     "dp2 x tp2+sp, accumulate 2": Layout(dp=2, sequence_parallel=True, accumulate=2),
+}
+
+MEGATRON_LAYOUTS = {
+    "Megatron-FSDP, tp2": Layout(is_megatron=True),
+    "Megatron-FSDP, tp2+sp": Layout(sequence_parallel=True, is_megatron=True),
+    "Megatron-FSDP, dp2 x tp2+sp, accumulate 2": Layout(dp=2, sequence_parallel=True, accumulate=2, is_megatron=True),
 }
 
 CONTEXT_LAYOUTS = {
@@ -67,8 +83,9 @@ def measure_parity(family: str, layout: str) -> float:
         The largest difference of a gradient in the first step, relative to its parameter's largest gradient (for
         parameters whose gradients are all small: to 1 % of the model's largest one).
     """
-    shape = {**LAYOUTS, **CONTEXT_LAYOUTS}[layout]
-    return run_ranks(_measure, shape.dp * shape.cp * shape.tp, family, shape)[0]
+    shape = {**LAYOUTS, **CONTEXT_LAYOUTS, **MEGATRON_LAYOUTS}[layout]
+    kind = STRATEGIES["megatron_fsdp" if shape.is_megatron else "fsdp2"]
+    return kind.run(_measure, shape.dp * shape.cp * shape.tp, family, shape)[0]
 
 
 REFUSED = {"gemma4": "cannot be sharded", "inkling2_text": "sequence_parallel=True is not possible for"}
@@ -128,24 +145,17 @@ def _train_alone(model: nn.Module, batches: list[Tensor]) -> Record:
 
 
 def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> Record:
-    config = FSDP2Config(
-        mp_policy=MixedPrecisionPolicy(),
-        sequence_parallel=layout.sequence_parallel,
-        context_parallel_method=layout.method,
-    )
-    mesh = create_device_mesh(config, tp_size=layout.tp, cp_size=layout.cp)
-    model = FSDP2Manager(config, mesh).parallelize(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, fused=True)
+    called, optimizer, rank = _parallelize(model, layout)
     record = Record(initial={})
     for batch in batches:
         optimizer.zero_grad()
-        own = batch.chunk(layout.dp)[mesh["dp_shard"].get_local_rank()]
+        own = batch.chunk(layout.dp)[rank]
         mean = torch.zeros(())
         for index, part in enumerate(own.chunk(layout.accumulate)):
             is_last = index == layout.accumulate - 1
-            sync: AbstractContextManager[None] = nullcontext() if is_last else defer_grad_sync(model)
+            sync: AbstractContextManager[None] = nullcontext() if is_last else defer_grad_sync(called)
             with sync:
-                loss = model(input_ids=part, labels=part, use_cache=False).loss / layout.accumulate
+                loss = called(input_ids=part, labels=part, use_cache=False).loss / layout.accumulate
                 loss.backward()
             mean += loss.detach()
         dist.all_reduce(mean)
@@ -154,9 +164,27 @@ def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> R
         record.norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
         record.clipped.append(_get_gradients(model))
         optimizer.step()
-    record.weights = {name: to_whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    record.weights = whole(dict(model.named_parameters()))
     _assert_same_on_all_ranks(record.weights)
     return record
+
+
+def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
+    """Shard ``model`` in place; return what to call, an optimizer, and the rank among those of other batches."""
+    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+    if layout.is_megatron:
+        flags = MegatronFSDPConfig(sequence_parallel=layout.sequence_parallel)
+        mesh = create_device_mesh(flags, tp_size=layout.tp)
+        wrapper, sharded = MegatronFSDPManager(flags, mesh).parallelize(model, optimizer(model.parameters()))
+        return wrapper, sharded, mesh["dp_shard"].get_local_rank()
+    config = FSDP2Config(
+        mp_policy=MixedPrecisionPolicy(),
+        sequence_parallel=layout.sequence_parallel,
+        context_parallel_method=layout.method,
+    )
+    mesh = create_device_mesh(config, tp_size=layout.tp, cp_size=layout.cp)
+    model = FSDP2Manager(config, mesh).parallelize(model)
+    return model, optimizer(model.parameters(), fused=True), mesh["dp_shard"].get_local_rank()
 
 
 def _assert_same_on_all_ranks(weights: dict[str, Tensor]) -> None:
@@ -185,11 +213,9 @@ def _assert_stable(model: nn.Module, batch: Tensor) -> None:
 
 def _get_gradients(model: nn.Module) -> dict[str, Tensor]:
     """All gradients, whole; zeros for a parameter that took no part."""
-    return {
-        name: to_whole(parameter.grad).clone() if parameter.grad is not None else torch.zeros(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = whole({name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None})
+    return {name: gradients.get(name, torch.zeros(parameter.shape)) for name, parameter in trained.items()}
 
 
 def _compare(gradients: dict[str, Tensor], references: dict[str, Tensor]) -> float:

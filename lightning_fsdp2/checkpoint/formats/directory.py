@@ -406,11 +406,12 @@ def _get_size(tensors: dict[str, Any]) -> int:
 
     def add(tensor: Tensor) -> Tensor:
         nonlocal size
+        if isinstance(tensor, PiecewiseTensor):
+            size += tensor.get_written_bytes()
+            return tensor
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         replicas = 1
-        if isinstance(tensor, PiecewiseTensor):
-            pass
-        elif isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             for axis, placement in enumerate(tensor.placements):
                 replicas *= mesh.size(axis) if placement.is_replicate() else 1

@@ -152,7 +152,9 @@ class Driver:
 
     def _get_versions(self) -> list[tuple[int, int]]:
         """Return how often each parameter and its shard were changed in place, as counted by autograd."""
-        return [(parameter._version, get_shard(parameter)._version) for parameter in self._parameters.values()]
+        return [
+            (parameter._version, get_shard(cast(Any, parameter))._version) for parameter in self._parameters.values()
+        ]
 
     # ------------------------------------------------------------------ optimizers
 

@@ -156,7 +156,7 @@ class Lift:
             _set_gradient(parameter, total.view(gradient.shape))
 
     def _sum_others(self, parameters: dict[str, DTensor]) -> None:
-        """Sum gradients of which tensor parallel ranks hold different rows, which is why the whole gradients are summed.
+        """Sum the whole gradients if the tensor parallel ranks hold different rows of them.
 
         This happens if a unit also has a weight whose shards differ in size between tensor parallel ranks, such as an
         embedding with an odd vocabulary: Megatron-FSDP then cuts the unit's buffer at different rows.
@@ -167,7 +167,7 @@ class Lift:
         for name, parameter in parameters.items():
             whole.append(torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
             if parameter.grad is not None:
-                gradient = parameter.grad.to_local()
+                gradient = cast(DTensor, parameter.grad).to_local()
                 whole[-1][self._first_rows[name] :][: len(gradient)] = gradient
         flat = torch.cat([gradient.flatten() for gradient in whole])
         rows_group = get_uneven_group(next(iter(parameters.values())))
@@ -176,7 +176,7 @@ class Lift:
         for (name, parameter), total in zip(parameters.items(), flat.split([g.numel() for g in whole]), strict=True):
             if parameter.grad is not None:
                 rows = total.view(parameter.shape)[self._first_rows[name] :]
-                _set_gradient(parameter, rows[: len(parameter.grad.to_local())])
+                _set_gradient(parameter, rows[: len(cast(DTensor, parameter.grad).to_local())])
 
 
 def _set_gradient(parameter: DTensor, local: Tensor) -> None:

@@ -26,6 +26,7 @@ from lightning_fsdp2.mesh import (
     DP_REPLICATE,
     DP_SHARD_CP,
     TENSOR_PARALLEL,
+    get_extra_group,
     get_fsdp_mesh,
     get_mesh,
     get_optional_mesh,
@@ -228,6 +229,41 @@ def apply_megatron_fsdp(
         ValueError: If the installed version lacks an option that is set.
     """
     package = import_megatron_fsdp()
+    options = _build_options(package, device_mesh, config)
+    tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
+    parts = {} if tp_mesh is None else get_parts(model, tp_mesh)
+    if tp_mesh is not None:
+        install_parts(model, tp_mesh)
+    weights = _take_spread_parameters(model, device, parts)
+    units = [module for module in model.modules() if isinstance(module, tuple(unit_classes))]
+    numels = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    with without_metrics(model):
+        wrapper = package.fully_shard_model(
+            model,
+            dp_shard_dim=UNEVEN_SHARD,
+            tp_dim=TENSOR_PARALLEL,
+            fsdp_unit_modules=list(unit_classes),
+            zero_dp_strategy=config.zero_dp_strategy,
+            device=device,
+            mixed_precision_policy=_build_precision_policy(package, config),
+            **options,
+        )
+        driver = Driver(wrapper, None if tp_mesh is None else Lift(device_mesh, parts))
+    if config.zero_dp_strategy == 3:
+        # By default, megatron-fsdp up to 0.6.1 gathers at least 5e8 elements ahead, which is all of most models.
+        # Gather one unit ahead instead, and reduce gradients when those of two units are waiting.
+        wrapper.suggested_AG_prefetch_size = sum(numels) // len(numels)
+        wrapper.suggested_RS_queue_capacity = 2 * wrapper.suggested_AG_prefetch_size
+    _fill(driver, weights)
+    return wrapper
+
+
+def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> dict[str, Any]:
+    """Build the arguments of ``megatron_fsdp.fully_shard_model`` that depend on its version or on the mesh.
+
+    Raises:
+        ValueError: If the installed version lacks an option that is set.
+    """
     known = inspect.signature(package.fully_shard_model).parameters
     options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
     for name, value in options.items():
@@ -236,29 +272,17 @@ def apply_megatron_fsdp(
                 f"{name}={value!r}: megatron-fsdp {_get_version()} has no such option; leave the option out, or install"
                 f" a version that has it: {_INSTALL}."
             )
+    shards = dist.get_process_group_ranks(get_mesh(device_mesh, DP_SHARD_CP).get_group())
+    # NCCL runs the collectives of a group in order, so in a common group, all-gathers would wait for reduce-scatters
+    gathers = get_extra_group(device_mesh, "all-gathers of Megatron-FSDP", shards)
+    options |= {"fsdp_group_ag": gathers, "expt_fsdp_group_ag": gathers}
     mesh = _build_wrapper_mesh(device_mesh)
+    # megatron-fsdp looks up parameters with ".experts." in their names in the mesh of expert parallelism
+    options |= {"device_mesh": mesh, "expt_device_mesh": mesh}
     if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
-        options |= {"dp_outer_dim": DP_REPLICATE, "hybrid_fsdp_group": get_mesh(device_mesh, DP_CP).get_group()}
-    tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
-    parts = {} if tp_mesh is None else get_parts(model, tp_mesh)
-    if tp_mesh is not None:
-        install_parts(model, tp_mesh)
-    weights = _take_spread_parameters(model, device, parts)
-    with without_metrics(model):
-        wrapper = package.fully_shard_model(
-            model,
-            device_mesh=mesh,
-            dp_shard_dim=UNEVEN_SHARD,
-            tp_dim=TENSOR_PARALLEL,
-            fsdp_unit_modules=list(unit_classes),
-            zero_dp_strategy=config.zero_dp_strategy,
-            device=device,
-            mixed_precision_policy=_build_precision_policy(package, config),
-            **{name: value for name, value in options.items() if name in known},
-        )
-        driver = Driver(wrapper, None if tp_mesh is None else Lift(device_mesh, parts))
-    _fill(driver, weights)
-    return wrapper
+        replicas = get_mesh(device_mesh, DP_CP).get_group()
+        options |= {"dp_outer_dim": DP_REPLICATE, "hybrid_fsdp_group": replicas, "hybrid_fsdp_expt_group": replicas}
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _build_wrapper_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
@@ -271,7 +295,7 @@ def _build_wrapper_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     view = get_mesh(device_mesh, axes)
     groups, ranks = [view.get_group(axis) for axis in axes], view.mesh
     if view.size(2) > 1:
-        groups[2] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        groups[2] = get_extra_group(device_mesh, "tensor parallelism of Megatron-FSDP", [dist.get_rank()])
         ranks = ranks[..., view.get_local_rank(2)].unsqueeze(-1)
     names = (DP_REPLICATE, UNEVEN_SHARD, TENSOR_PARALLEL)
     return DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=names)

@@ -95,11 +95,10 @@ def apply_tensor_parallel(
         if model.foreign:
             parallelize_module(model.module, mesh, model.foreign)
         _shard_logits(model, mesh, loss_parallel)
-    layouts |= {
-        slot: Layout(placement=parameter.placements[0], foreign_shape=parameter.shape)
-        for slot in layouts
-        if isinstance(parameter := slot[0]._parameters[slot[1]], DTensor)
-    }
+    for module, name in layouts:
+        parameter = module._parameters[name]
+        if isinstance(parameter, DTensor):
+            layouts[module, name] = Layout(placement=parameter.placements[0], foreign_shape=parameter.shape)
     installed: set[nn.Module] = set()
     for model in models:
         _install(model, layouts, mesh, sequence_parallel, installed)

@@ -57,7 +57,8 @@ class Layout:
     """Whether the ranks' shards may differ in size, because their results are only gathered or summed."""
 
     foreign_shape: torch.Size | None = None
-    """Shape of the whole parameter if one of torch's own styles has sharded it. The module then computes with DTensors."""
+    """Shape of the whole parameter if one of torch's own styles has sharded it, so that its module computes with
+    DTensors."""
 
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
         """Return the sizes of a parameter's packed sections. Each section is sharded over the ranks separately."""

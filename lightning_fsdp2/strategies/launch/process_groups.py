@@ -21,6 +21,7 @@ from lightning_fsdp2.mesh import (
     check_bound_device,
     destroy_process_group,
     get_default_backend,
+    get_extra_groups,
     get_views,
 )
 from lightning_fsdp2.ranks.whole_tensors import gather
@@ -103,8 +104,9 @@ def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> D
 
 
 def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the process groups of ``device_mesh`` and of all other views of the same world mesh."""
-    return [group for view in get_views(device_mesh) for group in view.get_all_groups()]
+    """Return the process groups of all views of ``device_mesh``, and the groups that were made for special purposes."""
+    groups = [group for view in get_views(device_mesh) for group in view.get_all_groups()]
+    return groups + get_extra_groups(device_mesh)
 
 
 def reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ class VocabularyHead(ColumnWise):
         if not keeps_logits_sharded(module) and (is_single or not self.shards_logits):
             return gather_shards(logits, -1, _get_output_size(linear), scope.group)
         shape = torch.Size((*logits.shape[:-1], _get_output_size(linear)))
-        return make_dtensor(logits, self.mesh, [Shard(logits.ndim - 1)], shape)
+        return make_dtensor(logits, cast(DeviceMesh, self.mesh), [Shard(logits.ndim - 1)], shape)
 
 
 @dataclass(unsafe_hash=True)
