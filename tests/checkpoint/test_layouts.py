@@ -14,8 +14,8 @@ import lightning_fsdp2
 SAMPLE = [
     ("theirs", "dp2-tp2-sp"),
     ("cp2", "dp2"),
-    ("ddp2", "megatron2"),
-    ("megatron2", "dp3"),
+    ("ddp2", "megatron-dp2-tp2"),
+    ("megatron-dp2-tp2", "dp3"),
 ]
 
 WEIGHTS_ONLY = ("plain", "theirs")
@@ -23,7 +23,7 @@ WEIGHTS_ONLY = ("plain", "theirs")
 
 READERS_APART = (0, 1, 3, 7, 12)
 """How far a layout's readers are from it in the list. What is stored says nothing of who reads it, so each layout
-writes for a third of all, itself among them, and reads what a third of all, of three kinds or more, have written."""
+writes for almost a third of all, itself among them, and reads what as many, of three kinds or more, have written."""
 
 NAMES = list(LAYOUTS)
 CELLS = [(NAMES[i], NAMES[(i + apart) % len(NAMES)]) for i in range(len(NAMES)) for apart in READERS_APART]

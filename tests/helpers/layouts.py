@@ -1,4 +1,4 @@
-"""Fifteen layouts that write and read checkpoints, and one training run that is the same on all of them."""
+"""Seventeen layouts that write and read checkpoints, and one training run that is the same on all of them."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from helpers.models import LLAMA, VOCABULARY, make_causal_lm
 from helpers.oracle import EPSILON, LEARNING_RATE, whole
 from helpers.ranks import run_ranks
 from helpers.user_modules import make_trainer
-from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
+from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPConfig, MegatronFSDPStrategy
 
 SAVED_AT = 2
 STEPS = 5
@@ -115,8 +115,8 @@ def _fsdp2(world_size: int, *, sequence_parallel: bool = False, **sizes: int) ->
     return Layout(world_size, partial(FSDP2Strategy, config=config, **sizes))
 
 
-def _megatron_fsdp(world_size: int, **sizes: int) -> Layout:
-    strategy = partial(MegatronFSDPStrategy, **sizes)
+def _megatron_fsdp(world_size: int, flags: dict[str, Any] | None = None, **sizes: int) -> Layout:
+    strategy = partial(MegatronFSDPStrategy, config=MegatronFSDPConfig(**(flags or {})), **sizes)
     return Layout(world_size, strategy, context=cuda_on_cpu, optimizes_unused=False)
 
 
@@ -135,6 +135,8 @@ LAYOUTS = {
     "ddp2": Layout(2, partial(DDPStrategy, DDPConfig(find_unused_parameters=True))),
     "megatron2": _megatron_fsdp(2),
     "megatron-hsdp2x2": _megatron_fsdp(4, dp_replicate_size=2),
+    "megatron-dp2-tp2": _megatron_fsdp(4, tp_size=2),
+    "megatron-dp2-tp2-sp-zero1": _megatron_fsdp(4, {"sequence_parallel": True, "zero_dp_strategy": 1}, tp_size=2),
     # Lightning's own strategy asks every checkpoint for a state of each parameter that its optimizer holds
     "theirs": Layout(
         2,

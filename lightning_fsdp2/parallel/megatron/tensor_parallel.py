@@ -22,9 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_mesh
 from lightning_fsdp2.parallel.tensor.parameters import get_layout
 from lightning_fsdp2.ranks.coordination import gather_objects
+from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_uneven_group
 from lightning_fsdp2.ranks.whole_tensors import get_first_row, make_dtensor
 
@@ -59,6 +61,28 @@ def get_parts(model: nn.Module, tp_mesh: DeviceMesh) -> dict[str, Part]:
             full_name = f"{prefix}.{name}" if prefix else name
             parts[full_name] = Part(parameter.shape, local.shape, layout.placement, layout.is_partial)
     return parts
+
+
+def check_foreign_styles(model: nn.Module, config: MegatronFSDPConfig) -> None:
+    """Refuse torch's own styles together with buffers that Megatron-FSDP uses for several units in turn.
+
+    With these styles, backward saves views of a parameter, which do not follow the parameter to another buffer.
+
+    Raises:
+        ValueError: If a flag asks for such buffers, and torch's styles have sharded parameters.
+    """
+    flag = next((name for name in ("fsdp_double_buffer", "nccl_ub") if getattr(config, name)), None)
+    foreign = [
+        name
+        for name, module in model.named_modules()
+        if any(get_layout(module, parameter).foreign_shape is not None for parameter in module._parameters)
+    ]
+    if flag and foreign:
+        raise ValueError(
+            f"{flag}=True: tp_plan shards {list_names(foreign)} with torch's own styles, which save views of the"
+            f" parameters for backward. Use {flag}=False, or name this package's styles in tp_plan, such as 'colwise'"
+            " and 'rowwise'."
+        )
 
 
 def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:

@@ -33,7 +33,13 @@ from lightning_fsdp2.mesh import (
 )
 from lightning_fsdp2.modules.structure import ModelStructure, get_class_name, get_modules, without_metrics
 from lightning_fsdp2.parallel.megatron.driver import Driver
-from lightning_fsdp2.parallel.megatron.tensor_parallel import Lift, Part, get_parts, install_parts
+from lightning_fsdp2.parallel.megatron.tensor_parallel import (
+    Lift,
+    Part,
+    check_foreign_styles,
+    get_parts,
+    install_parts,
+)
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, make_dtensor
 
@@ -233,6 +239,7 @@ def apply_megatron_fsdp(
     tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
     parts = {} if tp_mesh is None else get_parts(model, tp_mesh)
     if tp_mesh is not None:
+        check_foreign_styles(model, config)
         install_parts(model, tp_mesh)
     weights = _take_spread_parameters(model, device, parts)
     units = [module for module in model.modules() if isinstance(module, tuple(unit_classes))]

@@ -1,0 +1,215 @@
+"""Tensor parallel models under Megatron-FSDP in plain torch loops: what ranks compute with, send and save."""
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_gradients, whole
+from helpers.strategies import STRATEGIES
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from lightning_fsdp2 import (
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    create_device_mesh,
+    defer_grad_sync,
+    load_checkpoint,
+    save_checkpoint,
+)
+from lightning_fsdp2.mesh import DP_SHARD_CP, get_mesh
+from lightning_fsdp2.parallel.megatron import tensor_parallel
+from lightning_fsdp2.parallel.megatron.driver import get_driver
+from lightning_fsdp2.parallelizer import (
+    get_hf_tp_shard_plan,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
+)
+from lightning_fsdp2.ranks import whole_tensors
+
+KIND = STRATEGIES["megatron_fsdp"]
+OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+QWEN3 = {**LLAMA, "initializer_range": 0.2, "model_type": "qwen3", "head_dim": 8}
+ROUGH_LLAMA = {**LLAMA, "initializer_range": 0.2}
+
+
+class OwnColumns(ColwiseParallel):
+    """A style that this package does not know: torch applies it, and the module computes with DTensors."""
+
+
+class OwnRows(RowwiseParallel):
+    """The other half."""
+
+
+def make_plan(columns: type[ParallelStyle], rows: type[ParallelStyle]) -> dict[str, ParallelStyle]:
+    names = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"))
+    styles = {**dict.fromkeys(names, columns), "self_attn.o_proj": rows, "mlp.down_proj": rows}
+    return {f"model.layers.*.{name}": style() for name, style in styles.items()}
+
+
+TORCH_PLAN = make_plan(ColwiseParallel, RowwiseParallel)
+FOREIGN_PLAN = make_plan(OwnColumns, OwnRows)
+
+
+def parallelize(model: nn.Module, optimizer: Any = None, **flags: Any) -> Any:
+    config = MegatronFSDPConfig(**flags)
+    return MegatronFSDPManager(config, create_device_mesh(config, tp_size=2)).parallelize(model, optimizer)
+
+
+def make_model(config: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return make_causal_lm(config)
+
+
+# ---------------------------------------------------------------------- the functions of the contract
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        FOREIGN_PLAN,
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (None, "hf", "torch's plan", TORCH_PLAN)),
+    ],
+    ids=["foreign", "ours", "hf", "translated", "torch"],
+)
+def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any) -> None:
+    def run() -> None:
+        model = make_model(ROUGH_LLAMA)
+        reference = deepcopy(model)
+        own_plan = get_hf_tp_shard_plan(model) if plan == "torch's plan" else plan
+        mesh = create_device_mesh(MegatronFSDPConfig(), tp_size=2)
+        optimizers: list[Any] = [OPTIMIZER(each.parameters()) for each in (model, reference)]
+        called, optimizers[0] = nvfsdp_strategy_parallelize(
+            model, mesh, optimizers[0], tp_shard_plan=own_plan, tp_mesh_name="tensor_parallel"
+        )
+        rank = mesh["dp_shard"].get_local_rank()
+        for batch in make_token_batches(3, ragged=False):
+            ids = batch["input_ids"]
+            loss = reference(input_ids=ids, labels=ids).loss
+            loss.backward()
+            called(input_ids=ids[rank, None], labels=ids[rank, None]).loss.backward()
+            gradients = whole({name: parameter.grad for name, parameter in model.named_parameters()})
+            assert_equal_gradients(gradients, {name: p.grad for name, p in reference.named_parameters()})
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = whole(dict(model.named_parameters()))
+        torch.testing.assert_close(weights, dict(reference.named_parameters()), rtol=0, atol=5e-5)
+
+    KIND.run(run, 4)
+
+
+def test_torchs_styles_are_refused_with_buffers_that_units_share() -> None:
+    def run() -> None:
+        mesh = create_device_mesh(MegatronFSDPConfig(), tp_size=2)
+        message = r"fsdp_double_buffer=True: tp_plan shards model.layers.0.mlp.down_proj, .* with torch's own styles"
+        with pytest.raises(ValueError, match=message):
+            megatron_fsdp_strategy_parallelize(
+                make_model(ROUGH_LLAMA), mesh, tp_shard_plan=FOREIGN_PLAN, fsdp_double_buffer=True
+            )
+
+    KIND.run(run, 2)
+
+
+# ---------------------------------------------------------------------- what ranks compute with
+
+
+def test_modules_compute_with_raw_parameters_or_with_copies_but_not_with_views() -> None:
+    """A saved view would not follow a parameter to another buffer."""
+
+    def run() -> None:
+        model = make_model(QWEN3)
+        wrapper, _ = parallelize(model, sequence_parallel=True)
+        raw = {id(parameter): parameter for parameter in wrapper.raw_param.values()}
+        seen = []
+
+        def look(module: nn.Module, args: Any) -> None:
+            for parameter in (p for p in module._parameters.values() if p is not None):
+                seen.append(id(parameter) in raw)
+                storages = {each.untyped_storage().data_ptr() for each in raw.values()}
+                assert seen[-1] or parameter.untyped_storage().data_ptr() not in storages
+
+        for module in model.modules():
+            if next(iter(module._parameters.values()), None) is not None:
+                module.register_forward_pre_hook(look)
+        ids = make_token_batches(1, ragged=False)[0]["input_ids"]
+        wrapper(input_ids=ids, labels=ids).loss.backward()
+        assert len(seen) == len(raw)
+        assert sum(seen) == len(raw)
+
+    KIND.run(run, 2)
+
+
+# ---------------------------------------------------------------------- what ranks send
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_partial_gradients_are_summed_by_one_all_reduce_per_step(accumulate: int) -> None:
+    def run() -> None:
+        model = make_model(QWEN3)
+        wrapper, optimizer = parallelize(model, OPTIMIZER(model.parameters()), sequence_parallel=True)
+        group = get_driver(model)._lift._tp_group
+        batches = make_token_batches(2 * accumulate, ragged=False)
+        for step in (batches[:accumulate], batches[accumulate:]):
+            with patch.object(tensor_parallel.dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+                for index, batch in enumerate(step):
+                    loss = wrapper(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+                    if index < accumulate - 1:
+                        with defer_grad_sync(wrapper):
+                            loss.backward()
+                    else:
+                        loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            groups = [call.kwargs.get("group") for call in all_reduce.call_args_list]
+            assert groups.count(group) == 1
+
+    KIND.run(run, 2)
+
+
+def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead() -> None:
+    def run() -> tuple[int, int]:
+        config = MegatronFSDPConfig()
+        mesh = create_device_mesh(config, tp_size=2)
+        model = make_model(ROUGH_LLAMA)
+        layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+        wrapper, _ = MegatronFSDPManager(config, mesh).parallelize(model)
+        shards = get_mesh(mesh, DP_SHARD_CP).get_group()
+        assert wrapper.dist_index.get_fsdp_group() is shards
+        gathers = wrapper.dist_index.get_fsdp_group(independent_all_gather=True)
+        assert gathers is not shards
+        assert dist.get_process_group_ranks(gathers) == dist.get_process_group_ranks(shards)
+        second, _ = MegatronFSDPManager(config, mesh).parallelize(make_model(ROUGH_LLAMA))
+        assert second.dist_index.get_fsdp_group(independent_all_gather=True) is gathers
+        return layer, wrapper.suggested_AG_prefetch_size
+
+    for layer, ahead in KIND.run(run, 4):
+        norms = 2 * LLAMA["hidden_size"]  # every rank holds them whole
+        assert ahead == (layer - norms) // 2 + norms
+
+
+# ---------------------------------------------------------------------- what ranks save
+
+
+def test_a_save_and_a_load_gather_no_tensor(tmp_path: Path) -> None:
+    def run() -> None:
+        model = make_model(QWEN3)
+        wrapper, optimizer = parallelize(model, OPTIMIZER(model.parameters()))
+        ids = make_token_batches(1, ragged=False)[0]["input_ids"]
+        wrapper(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        expected = whole(dict(model.named_parameters()))
+        with patch.object(whole_tensors, "_gather", side_effect=AssertionError("gathered")):
+            save_checkpoint(tmp_path / "a.ckpt", wrapper, optimizer)
+            other = make_causal_lm(QWEN3)
+            read, read_optimizer = parallelize(other, OPTIMIZER(other.parameters()))
+            load_checkpoint(tmp_path / "a.ckpt", read, read_optimizer)
+        torch.testing.assert_close(whole(dict(other.named_parameters())), expected, rtol=0, atol=0)
+
+    KIND.run(run, 4)
