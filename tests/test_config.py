@@ -42,6 +42,8 @@ DEFAULTS = {
     },
     MegatronFSDPConfig: {
         "sequence_parallel": False,
+        "tp_plan": None,
+        "loss_parallel": False,
         "megatron_fsdp_unit_modules": None,
         "zero_dp_strategy": 3,
         "init_fsdp_with_meta_device": False,
@@ -245,7 +247,6 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "activation_checkpointing", 1, ValueError, "use False, True, 'full' or 'selective'."),
     (DDPConfig, "activation_checkpointing", "ful", ValueError, "use False, True, 'full' or 'selective'."),
     (MegatronFSDPConfig, "activation_checkpointing", "half", ValueError, "use False, True, 'full' or 'selective'."),
-    (MegatronFSDPConfig, "sequence_parallel", True, ValueError, "use FSDP2Config(sequence_parallel=True)"),
     (FSDP2Config, "activation_checkpointing_scope", "text", ValueError, "use 'all', 'language', 'vision', 'audio' or"),
     (FSDP2Config, "activation_checkpointing_scope", ["all", "vision"], ValueError, "use 'all' alone, or leave it out"),
     (FSDP2Config, "activation_checkpointing_scope", [], ValueError, "use activation_checkpointing=False."),
@@ -270,7 +271,7 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "fsdp2_forward_prefetch_depth", True, TypeError, "must be an int; use the number of layers"),
     (FSDP2Config, "use_hf_tp_plan", True, TypeError, 'use tp_plan="hf"'),
     (FSDP2Config, "use_hf_tp_plan", False, TypeError, "tp_plan=None for our plan."),
-    (MegatronFSDPConfig, "tp_plan", {"q": "colwise"}, ValueError, "use FSDP2Config(tp_plan=...)"),
+    (MegatronFSDPConfig, "tp_plan", 3, TypeError, 'must be None, "hf", a dict or an import path.'),
     (
         MegatronFSDPConfig,
         "average_in_collective",

@@ -37,6 +37,7 @@ SIBLINGS = {
     ("layers.selective_checkpointing", "context.segment_attention"): "its result is kept, as that of any attention",
     ("loss.token_mean", "data.gradients"): "the mean is made by scaling gradients",
     ("megatron.driver", "data.gradients"): "its buffers are cleared with the gradients",
+    ("megatron.tensor_parallel", "tensor.parameters"): "what the wrapper gets depends on how a parameter is sharded",
     ("tensor.apply", "loss.cross_entropy"): "a sharded vocabulary has a loss of its own",
     ("tensor.styles.projections", "loss.cross_entropy"): "a loss asks the head for sharded logits",
 }

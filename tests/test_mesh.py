@@ -180,11 +180,6 @@ def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value
             "tp_size=1, cp_size=2, dp_replicate_size=1: DDPConfig supports only data parallelism",
         ),
         (DDPConfig(), {"dp_replicate_size": 2}, "dp_replicate_size=2: DDPConfig .* use FSDP2Config"),
-        (
-            MegatronFSDPConfig(),
-            {"tp_size": 2},
-            "tp_size=2 is not supported with MegatronFSDPConfig.* use FSDP2Config",
-        ),
     ],
 )
 def test_sizes_are_refused_before_a_process_group_exists(config: Any, options: dict[str, int], message: str) -> None:

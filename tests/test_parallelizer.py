@@ -422,7 +422,7 @@ def test_a_step_under_tensor_parallelism_warns_of_nothing(options: dict[str, Any
         (
             megatron_fsdp_strategy_parallelize,
             MegatronFSDPConfig,
-            {"backend", "bind_device_id", "check_for_nan_in_grad", "sequence_parallel"},
+            {"backend", "bind_device_id", "check_for_nan_in_grad", "tp_plan"},
         ),
     ],
 )

@@ -3,6 +3,7 @@
 megatron-fsdp has no public way to begin and end a backward, or to choose when it swaps the model's parameters.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,17 @@ def abandon_backward(wrapper: Any) -> None:
     wrapper.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
     wrapper.grad_reduce_pipeline.reset()
     wrapper.synchronize_param_gather()
+
+
+def keeps_buffers() -> bool:
+    """Return whether a unit of a double-buffered model has the same buffer in forward and in backward.
+
+    This is so since megatron-fsdp 0.6.0. In 0.5.1, tensors that were saved for backward may point to the other buffer,
+    which then holds the weights of another unit.
+    """
+    from megatron_fsdp.param_and_grad_buffer import FixedPoolAllocator
+
+    return "strict_assignments" in inspect.signature(FixedPoolAllocator.allocate).parameters
 
 
 def list_without_gradient(wrapper: Any) -> list[Tensor]:

@@ -100,6 +100,11 @@ def get_storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a view of another tensor, which keeps the memory of that tensor alive."""
+    return tensor._is_view()
+
+
 def make_wrapper_subclass(cls: type[Tensor], like: Tensor) -> Any:
     """Make a tensor of the subclass ``cls`` without memory, with the shape, strides, dtype and device of ``like``."""
     return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)

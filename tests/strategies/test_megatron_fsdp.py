@@ -304,6 +304,13 @@ def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
         for flags, message in REFUSED_FLAGS:
             with pytest.raises(ValueError, match=message):
                 KIND.make_trainer(flags).fit(Regressor(), make_loader(make_batches(4)))
+        with (
+            patch.object(megatron_fsdp, "keeps_buffers", lambda: False),
+            pytest.raises(
+                ValueError, match=r"fsdp_double_buffer=True: megatron-fsdp .* wrong gradients.*0\.6\.0 or lat"
+            ),
+        ):
+            KIND.make_trainer({"fsdp_double_buffer": True}).fit(Regressor(), make_loader(make_batches(4)))
         trainer = KIND.make_trainer({"megatron_fsdp_unit_modules": ["torch.nn.functional.relu"]})
         with pytest.raises(TypeError, match=r"'torch.nn.functional.relu' is .*; give the path of a subclass"):
             trainer.fit(Regressor(), make_loader(make_batches(4)))
@@ -312,10 +319,6 @@ def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
-    message = r"tp_size=2 is not supported with MegatronFSDPConfig.*issues/5786.*use FSDP2Config"
-    with pytest.raises(ValueError, match=message):
-        MegatronFSDPStrategy(tp_size=2)
-
     def run() -> None:
         replicas = MegatronFSDPStrategy(dp_replicate_size=2)
         with pytest.raises(ValueError, match=r"dp_replicate_size=2 .* and 1 rank\(s\) to shard.*zero_dp_strategy=0"):

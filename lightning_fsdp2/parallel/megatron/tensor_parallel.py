@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_fsdp2.compat.torch import is_view
 from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_mesh
 from lightning_fsdp2.parallel.tensor.parameters import get_layout
@@ -99,7 +100,7 @@ def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:
             if parameter not in replaced:
                 local = parameter.to_local().detach()
                 # megatron-fsdp would not free the memory of a view
-                plain = nn.Parameter(local.clone() if local._base is not None else local, parameter.requires_grad)
+                plain = nn.Parameter(local.clone() if is_view(local) else local, parameter.requires_grad)
                 plain.__dict__.update(parameter.__dict__)
                 replaced[parameter] = plain
             module._parameters[name] = replaced[parameter]

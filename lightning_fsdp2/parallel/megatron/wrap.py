@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_fsdp2.compat.megatron import keeps_buffers
 from lightning_fsdp2.compat.torch import split_evenly
 from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import (
@@ -122,6 +123,12 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
                 " computes with outdated weights (https://github.com/NVIDIA/Megatron-LM/pull/6357). Leave it True, or"
                 " use zero_dp_strategy 0 or 3."
             )
+    if (config.fsdp_double_buffer or config.nccl_ub) and not keeps_buffers():
+        flag = "fsdp_double_buffer" if config.fsdp_double_buffer else "nccl_ub"
+        raise ValueError(
+            f"{flag}=True: megatron-fsdp {_get_version()} computes wrong gradients with two buffers, because backward"
+            f" may read the weights of another unit. Use {flag}=False, or install megatron-fsdp 0.6.0 or later."
+        )
     if config.nccl_ub and not any(_is_installed(name) for name in _NCCL_ALLOCATORS):
         raise ValueError(
             f"nccl_ub=True needs {' or '.join(_NCCL_ALLOCATORS)}, but neither is installed; use nccl_ub=False."
