@@ -307,7 +307,7 @@ def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
         with (
             patch.object(megatron_fsdp, "keeps_buffers", lambda: False),
             pytest.raises(
-                ValueError, match=r"fsdp_double_buffer=True: megatron-fsdp .* wrong gradients.*0\.6\.0 or lat"
+                ValueError, match=r"fsdp_double_buffer=True: megatron-fsdp .* wrong gradients.*0\.6\.0 or"
             ),
         ):
             KIND.make_trainer({"fsdp_double_buffer": True}).fit(Regressor(), make_loader(make_batches(4)))
