@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.torch import make_wrapper_subclass
+from lightning_fsdp2.mesh import TENSOR_PARALLEL
 from lightning_fsdp2.ranks.coordination import gather_objects
 from lightning_fsdp2.ranks.pieces import Piece, get_packed_placements, get_pieces, get_uneven_group, is_uneven
 
@@ -112,14 +113,16 @@ def describe_shards(tensor: DTensor, first_row: int = 0) -> PiecewiseTensor:
         tensor: The DTensor, whose memory DCP writes or reads into.
         first_row: For an uneven tensor, the number of its rows on the ranks before this one.
     """
-    return PiecewiseTensor(tensor, get_pieces(tensor, first_row), is_written=_is_first_holder(tensor))
+    return PiecewiseTensor(tensor, get_pieces(tensor, first_row), is_written=not _is_copy(tensor))
 
 
-def _is_first_holder(tensor: DTensor) -> bool:
-    """Return whether this rank is the first of those that hold the same part of ``tensor``.
+def _is_copy(tensor: DTensor) -> bool:
+    """Return whether this rank only has a copy of uneven shards that another tensor parallel rank writes.
 
-    DCP removes duplicates only if they begin at the same index. The rows of an uneven tensor may begin elsewhere on
-    other ranks.
+    DCP leaves out copies only if they begin at the same row, but the rows of a copy may be cut elsewhere.
     """
-    copies = (axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate())
-    return all(tensor.device_mesh.get_local_rank(axis) == 0 for axis in copies)
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if not is_uneven(tensor) or TENSOR_PARALLEL not in names:
+        return False
+    axis = names.index(TENSOR_PARALLEL)
+    return tensor.placements[axis].is_replicate() and tensor.device_mesh.get_local_rank(axis) > 0
