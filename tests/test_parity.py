@@ -33,7 +33,13 @@ CELLS = [
 """A model of plain torch modules has no tensor parallel plan, and sequences that nobody knows of."""
 
 
-COVERING = [(1, None, False, False), (3, 0.1, False, True), (3, None, True, False), (1, 0.1, True, True)]
+COVERING = [
+    (1, None, False, False),
+    (1, 0.1, True, True),
+    (3, None, True, True),
+    (3, 0.1, False, True),
+    (3, 0.1, True, False),
+]
 """Every pair of the values of (accumulate, clip, tied, meta)."""
 
 

@@ -118,13 +118,18 @@ def test_losses_gradients_norm_and_weights_are_those_of_one_process(name: str) -
     check(name)
 
 
+FAST = ("mixtral", "Megatron-FSDP, dp2 x tp2+sp, accumulate 2")
 FAMILIES = ("mixtral", "qwen3_moe", "phi3", "deepseek_v3", "gpt_oss", "falcon", "gemma3_text")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "mixtral" else pytest.mark.slow) for name in FAMILIES]
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=() if (family, layout) == FAST else pytest.mark.slow)
+        for family in FAMILIES
+        for layout in MEGATRON_LAYOUTS
+    ],
 )
-@pytest.mark.parametrize("layout", MEGATRON_LAYOUTS)
 def test_a_family_trains_as_in_one_process(family: str, layout: str) -> None:
     assert measure_parity(family, layout) < 1e-5
 
