@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,6 @@ StridedShard: Any = placement_types._StridedShard
 StorageInfo: Any = filesystem._StorageInfo
 """Class for the position of a tensor in a checkpoint's files. The file ``.metadata`` has used it since torch 2.1."""
 
-StateDictStager: Any = _state_dict_stager.StateDictStager
-"""Class that copies state dicts to host memory and reuses this memory for the next copy. In torch 2.11, the public
-``DefaultStager`` closes it after each use, so that the next use fails. It is not closed in torch 2.13 and 2.15."""
-
 tree_map_only: Any = _pytree.tree_map_only
 """Function that maps the leaves of one type in nested containers. Only its module is private (torch 2.11 to 2.15)."""
 
@@ -42,7 +38,6 @@ tree_leaves: Any = _pytree.tree_leaves
 
 tree_map_with_path: Any = _pytree.tree_map_with_path
 """Function that maps all leaves of nested containers, and also passes the path of keys to each leaf."""
-
 
 TorchDispatchMode: Any = _python_dispatch.TorchDispatchMode
 """Base class of modes that see each operation below autograd. Only its module is private (torch 2.11 to 2.15)."""
@@ -55,6 +50,25 @@ BatchNormBase: Any = _NormBase
 
 flex_attention_operation: Any = torch._higher_order_ops.flex_attention
 """Operation that appears in graphs when ``flex_attention`` is compiled."""
+
+
+class StateDictStager(_state_dict_stager.StateDictStager):  # type: ignore[misc, name-defined]
+    """Copier of state dicts to host memory that reuses this memory for the next copy.
+
+    In torch 2.11, the public ``DefaultStager`` closes the copier after each use, so that the next use fails. It is not
+    closed in torch 2.13 and 2.15.
+    """
+
+    def _offload_tensor(self, x: Any, memo: Any, non_blocking: bool = False) -> Any:
+        """Copy a DTensor's local tensor.
+
+        In torch 2.13, torch's own method fails if the local tensor does not begin at the start of its memory, such as a
+        part of Megatron-FSDP's buffers. The DTensor then has the same offset, and is mistaken for a plain tensor.
+        """
+        if not isinstance(x, DTensor):
+            return super()._offload_tensor(x, memo, non_blocking=non_blocking)
+        local = self.deepcopy_with_tensor_offload(x._local_tensor, memo, non_blocking=non_blocking)
+        return cast(Any, DTensor)(local, x._spec, requires_grad=False)
 
 
 def get_operation(function: Any) -> Any:

@@ -63,6 +63,7 @@ LAYOUTS = {
 }
 
 MEGATRON_LAYOUTS = {
+    "Megatron-FSDP, dp2": Layout(dp=2, tp=1, is_megatron=True),
     "Megatron-FSDP, tp2": Layout(is_megatron=True),
     "Megatron-FSDP, tp2+sp": Layout(sequence_parallel=True, is_megatron=True),
     "Megatron-FSDP, dp2 x tp2+sp, accumulate 2": Layout(dp=2, sequence_parallel=True, accumulate=2, is_megatron=True),

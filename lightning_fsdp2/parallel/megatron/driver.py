@@ -78,6 +78,7 @@ class Driver:
             set_sharder(module, self)
             module.__dict__["zero_grad"] = self.zero_grad
             module.__dict__["__deepcopy__"] = _refuse_copy
+            module.__dict__["__reduce_ex__"] = _refuse_pickle
 
     # ------------------------------------------------------------------ which parameters the model holds
 
@@ -320,6 +321,13 @@ def _refuse_copy(memo: dict[int, Any]) -> None:
     raise TypeError(
         "A model wrapped by Megatron-FSDP cannot be copied, because its parameters are in buffers of megatron-fsdp."
         " Make a new model and load a checkpoint into it."
+    )
+
+
+def _refuse_pickle(protocol: int) -> None:
+    raise TypeError(
+        "A model wrapped by Megatron-FSDP cannot be pickled, because each rank holds only shards of it. Save a"
+        " checkpoint instead."
     )
 
 

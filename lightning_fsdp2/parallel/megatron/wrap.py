@@ -190,6 +190,7 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
                 else:
                     sharded = _shard_part(cast(DTensor, parameter), tp_first)
                 spread[parameter] = nn.Parameter(sharded, parameter.requires_grad)
+                spread[parameter].__dict__.update(parameter.__dict__)
             module._parameters[name] = spread[parameter]
     if not spread:
         raise ValueError(
@@ -245,6 +246,7 @@ def apply_megatron_fsdp(
     options = _build_options(package, device_mesh, config)
     tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
     parts = {} if tp_mesh is None else get_parts(model, tp_mesh)
+    attributes = {name: dict(p.__dict__) for name, p in model.named_parameters() if p.__dict__}
     if tp_mesh is not None:
         check_foreign_styles(model, config)
         install_parts(model, tp_mesh)
@@ -268,7 +270,7 @@ def apply_megatron_fsdp(
         # Gather one unit ahead instead, and reduce gradients when those of two units are waiting.
         wrapper.suggested_AG_prefetch_size = sum(numels) // len(numels)
         wrapper.suggested_RS_queue_capacity = 2 * wrapper.suggested_AG_prefetch_size
-    _fill(driver, weights)
+    _fill(driver, weights, attributes)
     return wrapper
 
 
@@ -348,11 +350,20 @@ def _make_without_memory(like: DTensor, shape: torch.Size, device: torch.device)
 
 
 @torch.no_grad()
-def _fill(driver: Driver, weights: dict[str, DTensor]) -> None:
+def _fill(driver: Driver, weights: dict[str, DTensor], attributes: dict[str, dict[str, Any]]) -> None:
+    """Give the distributed parameters their weights, and the attributes that users set, such as ``_no_weight_decay``.
+
+    Args:
+        driver: The driver.
+        weights: Weights by name, for the parameters that megatron-fsdp got without values.
+        attributes: Attributes of the parameters before wrapping, by name. megatron-fsdp drops them.
+    """
     driver.install_distributed_parameters()
     parameters = dict(driver.wrapper.module.named_parameters())
     for name, weight in weights.items():
         copy_part_(parameters[name], weight)
+    for name, values in attributes.items():
+        parameters[name].__dict__.update(values)
 
 
 def _is_installed(module: str) -> bool:
