@@ -52,7 +52,7 @@ flex_attention_operation: Any = torch._higher_order_ops.flex_attention
 """Operation that appears in graphs when ``flex_attention`` is compiled."""
 
 
-class StateDictStager(_state_dict_stager.StateDictStager):  # type: ignore[misc, name-defined]
+class StateDictStager(_state_dict_stager.StateDictStager):
     """Copier of state dicts to host memory that reuses this memory for the next copy.
 
     In torch 2.11, the public ``DefaultStager`` closes the copier after each use, so that the next use fails. It is not
@@ -104,9 +104,9 @@ def get_shard(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def split_evenly(tensor: Tensor, ranks: int) -> list[Tensor]:
-    """Split ``tensor`` along dim 0 into as many shards as there are ``ranks``, in the way DTensor does."""
-    return placement_types.Shard(0)._split_tensor(tensor, ranks, with_padding=False)[0]
+def split_evenly(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """Split ``tensor`` along ``dim`` into as many shards as there are ``ranks``, in the way DTensor does."""
+    return placement_types.Shard(dim)._split_tensor(tensor, ranks, with_padding=False)[0]
 
 
 def get_storage_id(tensor: Tensor) -> int:

@@ -22,14 +22,28 @@ from helpers.lora import (
     save_base,
 )
 from helpers.lora import make_module as make_adapted
-from helpers.mesh_runs import Case, MetricsLogger, RankBatches, ScalarLossModule, check_parity, train_alone, train_on_mesh
+from helpers.mesh_runs import (
+    Case,
+    MetricsLogger,
+    RankBatches,
+    check_parity,
+    train_alone,
+    train_on_mesh,
+)
 from helpers.models import GPT2, LLAMA, make_token_batches
-from helpers.oracle import EPSILON, LEARNING_RATE, Batch, assert_equal_gradients, assert_equal_runs, hf_loss, whole
-from helpers.oracle import token_sum_loss
+from helpers.oracle import (
+    EPSILON,
+    LEARNING_RATE,
+    Batch,
+    assert_equal_gradients,
+    assert_equal_runs,
+    token_sum_loss,
+    whole,
+)
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
 from helpers.tensor_parallel import make_rough_model
-from helpers.user_modules import PROMPT, UserModule, WithModel, generate, make_trainer
+from helpers.user_modules import WithModel, generate, make_trainer
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -51,8 +65,9 @@ from lightning_fsdp2.ranks.whole_tensors import gather
 KIND = STRATEGIES["megatron_fsdp"]
 SMALL = {**LLAMA, "num_hidden_layers": 2, "initializer_range": 0.2}
 QWEN3 = {**SMALL, "model_type": "qwen3", "head_dim": 8}
-CONFIGS = {"llama": SMALL, "gpt2": {**GPT2, "initializer_range": 0.2}, "qwen3": QWEN3}
-"""Rough weights, so that no gradient is too small to matter."""
+PHI3 = {**SMALL, "model_type": "phi3", "pad_token_id": 0}
+CONFIGS = {"llama": SMALL, "gpt2": {**GPT2, "initializer_range": 0.2}, "qwen3": QWEN3, "phi3": PHI3}
+"""Rough weights, so that no gradient is too small to matter. GPT-2 packs along dim 1 of a weight, Phi-3 along dim 0."""
 
 SP = {"sequence_parallel": True}
 
@@ -370,7 +385,12 @@ class PartlyFrozen(User):
     def __init__(self) -> None:
         super().__init__(QWEN3)
         model = self.model.model
-        for part in (model.embed_tokens, model.layers[0], model.layers[1].self_attn.q_norm, model.layers[1].mlp.up_proj):
+        for part in (
+            model.embed_tokens,
+            model.layers[0],
+            model.layers[1].self_attn.q_norm,
+            model.layers[1].mlp.up_proj,
+        ):
             part.requires_grad_(False)
 
 
@@ -450,8 +470,16 @@ def test_callbacks_generate_validate_and_read_gradients_between_steps(zero_dp_st
         strategy = make_strategy({"zero_dp_strategy": zero_dp_strategy, **SP})
         validated = DataLoader(batches[:1], batch_size=None)
         callbacks = [observes, Norms(norms), NaNGuard()]
-        fit(module, batches, strategy, callbacks=callbacks, val_dataloaders=validated, log_every_n_steps=1,
-            logger=logger, **options)
+        fit(
+            module,
+            batches,
+            strategy,
+            callbacks=callbacks,
+            val_dataloaders=validated,
+            log_every_n_steps=1,
+            logger=logger,
+            **options,
+        )
         for step in range(3):
             optimizer.zero_grad()
             (sum(expected.loss(batch) for batch in batches[step * window :][:window]) / window).backward()

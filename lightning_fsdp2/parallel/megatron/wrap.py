@@ -41,7 +41,7 @@ from lightning_fsdp2.parallel.megatron.tensor_parallel import (
     get_parts,
     install_parts,
 )
-from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD
+from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_packed_placements
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, make_dtensor
 
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
@@ -209,10 +209,14 @@ def _build_tp_first_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _shard_part(parameter: DTensor, mesh: DeviceMesh) -> DTensor:
-    """Shard this rank's part of a tensor parallel parameter over the data parallel ranks."""
-    shards = split_evenly(parameter.to_local().detach(), mesh[DP_SHARD_CP].size())
+    """Shard this rank's part of a tensor parallel parameter over the data parallel ranks.
+
+    A part that has several pieces along dim 0 is sharded along dim 1, because DTensor cannot shard the pieces further.
+    """
+    dim = 1 if any(placement.dim == 0 for placement in get_packed_placements(parameter).values()) else 0
+    shards = split_evenly(parameter.to_local().detach(), mesh[DP_SHARD_CP].size(), dim)
     local = shards[mesh.get_local_rank(DP_SHARD_CP)]
-    return make_dtensor(local, mesh, [Replicate(), *parameter.placements, Shard(0)], parameter.shape)
+    return make_dtensor(local, mesh, [Replicate(), *parameter.placements, Shard(dim)], parameter.shape)
 
 
 # ---------------------------------------------------------------------- wrapping
