@@ -325,7 +325,7 @@ def clip_by_hand(parameters: Any) -> None:
 
 
 @each_zero
-@pytest.mark.parametrize("synchronises_each", [True, False])
+@pytest.mark.parametrize("synchronises_each", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_by_hand_over_two_backwards(zero_dp_strategy: int, synchronises_each: bool) -> None:
     ranks = 2 if zero_dp_strategy == 3 else 4
     batches = make_batches(4 * ranks // 2)
@@ -355,7 +355,7 @@ CHUNKED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "tied" else pytest.mark.slow) for name in CHUNKED]
 )
@@ -422,7 +422,7 @@ class WithHead(User):
 
 
 @two_and_four
-@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.1), ("value", 1e-3)])
+@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.1), pytest.param("value", 1e-3, marks=pytest.mark.slow)])
 def test_a_head_of_one_s_own_trains_and_gradients_are_clipped(algorithm: str, value: float, ranks: int) -> None:
     batches = make_batches(2 * ranks // 2)
     clip = nn.utils.clip_grad_norm_ if algorithm == "norm" else nn.utils.clip_grad_value_
@@ -514,6 +514,8 @@ def test_a_trained_module_is_tested_and_trained_again_by_another_trainer(ranks: 
 
     def run() -> None:
         module, expected = User(), User()
+        # the first step of AdamW is about as large for a gradient that is only rounding
+        module.make_optimizer = expected.make_optimizer = partial(torch.optim.SGD, lr=0.1)
         trainer = fit(module, batches[: 2 * window], make_strategy(SP))
         train_one(expected, batches[: 2 * window], window)
         (measured,) = trainer.test(module, DataLoader(batches[:1], batch_size=None), verbose=False)
@@ -521,9 +523,7 @@ def test_a_trained_module_is_tested_and_trained_again_by_another_trainer(ranks: 
         trainer.fit_loop.epoch_loop.max_steps = 3
         trainer.fit(module, deal(batches[2 * window : 3 * window]))
         fit(module, batches[3 * window :], make_strategy(SP))
-        optimizer_starts_anew = (batches[2 * window : 3 * window], batches[3 * window :])
-        for part in optimizer_starts_anew:
-            train_one(expected, part, window)
+        train_one(expected, batches[2 * window :], window)
         assert_same(module, expected)
 
     KIND.run(run, ranks)
