@@ -16,11 +16,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.mesh import DP_REPLICATE, TENSOR_PARALLEL, get_fsdp_mesh, get_mesh
+from lightning_fsdp2.mesh import (
+    DP_REPLICATE,
+    TENSOR_PARALLEL,
+    get_fsdp_mesh,
+    get_mesh,
+    get_optional_mesh,
+)
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure, get_class_name
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
+from lightning_fsdp2.recipes.fsdp2 import maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_class_from_path
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 
@@ -163,10 +170,13 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
             f"describe supports zero_dp_strategy 0 and 3, not {config.zero_dp_strategy}: with that value, Megatron-FSDP"
             " shards only gradients or optimizer states, in buffers that need CUDA. Use 0 or 3 here."
         )
-    classes = _get_unit_classes(find_structure(module), config)
+    structure, tp_mesh = find_structure(module), get_optional_mesh(mesh, TENSOR_PARALLEL)
+    warn_of_tensor_parallel_flags(tp_mesh, config)
+    classes = _get_unit_classes(structure, config)
     check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
     if config.preserve_fp32_weights:
         module.float()
+    maybe_apply_tensor_parallel(structure, tp_mesh, config)
     if config.zero_dp_strategy == 3:
         spread_parameters(module, mesh)
 
@@ -224,36 +234,53 @@ def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> U
 
 
 def _describe_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> ParameterDescription:
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else get_fsdp_mesh(mesh)
-    placements = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * mesh.ndim
     shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    axes = zip(cast(Any, mesh).mesh_dim_names, mesh.shape, placements, strict=True)
     return ParameterDescription(
         name=name,
         shape=tuple(parameter.shape),
         dtype=_get_name(parameter.dtype),
         is_trained=parameter.requires_grad,
-        placements={
-            axis: "whole" if placement.is_replicate() else f"dim {cast(Any, placement).dim}"
-            for axis, size, placement in axes
-            if size > 1
-        },
+        placements=_get_placements(parameter, mesh),
         shard_shape=tuple(shard.shape),
         shard_bytes=shard.numel() * shard.itemsize,
     )
 
 
+def _get_placements(parameter: Tensor, mesh: DeviceMesh) -> dict[str, str]:
+    """Return the placement of a parameter on each axis with several ranks, with tensor parallelism last."""
+    axes: list[Any] = []
+    if not isinstance(parameter, DTensor) or not _is_gathered(parameter):
+        data = get_fsdp_mesh(mesh)
+        axes += zip(cast(Any, data).mesh_dim_names, data.shape, [Replicate()] * data.ndim, strict=True)
+    if isinstance(parameter, DTensor):
+        own = parameter.device_mesh
+        axes += zip(cast(Any, own).mesh_dim_names, own.shape, parameter.placements, strict=True)
+    return {
+        axis: "whole" if placement.is_replicate() else f"dim {placement.dim}"
+        for axis, size, placement in sorted(axes, key=lambda described: described[0] == TENSOR_PARALLEL)
+        if size > 1
+    }
+
+
+def _is_gathered(parameter: DTensor) -> bool:
+    """Return whether data parallel ranks shard a parameter, also if there is only one such rank."""
+    return parameter.device_mesh.mesh_dim_names != (TENSOR_PARALLEL,)
+
+
 def _get_gathered_numel(parameter: Tensor) -> int:
     """Count the elements of a parameter that a rank gathers for its computation.
 
-    A tensor parallel rank gathers only its own part. For a parameter that every rank holds whole, the count is 0.
+    A tensor parallel rank gathers only its own part. For a parameter that data parallel ranks hold whole, the count is
+    0.
     """
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or not _is_gathered(parameter):
         return 0
-    axes: Any = zip(cast(Any, parameter.device_mesh).mesh_dim_names, parameter.placements, strict=True)
-    is_split = any(axis == TENSOR_PARALLEL and not placement.is_replicate() for axis, placement in axes)
-    ranks = parameter.device_mesh[TENSOR_PARALLEL].size() if is_split else 1
-    return math.ceil(parameter.numel() / ranks)
+    shape, mesh = list(parameter.shape), parameter.device_mesh
+    for axis, size, placement in zip(cast(Any, mesh).mesh_dim_names, mesh.shape, parameter.placements, strict=True):
+        if axis == TENSOR_PARALLEL and not placement.is_replicate():
+            dim = cast(Any, placement).dim
+            shape[dim] = math.ceil(shape[dim] / size)
+    return math.prod(shape)
 
 
 def _get_model_name(structure: ModelStructure) -> str:

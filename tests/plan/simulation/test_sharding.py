@@ -1,12 +1,14 @@
 """What `describe` says of ranks that do not exist is what ranks that do exist hold."""
 
 import io
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.models import LLAMA, make_causal_lm
 from helpers.ranks import RankError, run_ranks
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -22,6 +24,7 @@ from lightning_fsdp2 import (
     FSDP2Manager,
     FSDP2Strategy,
     MegatronFSDPConfig,
+    MegatronFSDPManager,
     MegatronFSDPStrategy,
     create_device_mesh,
 )
@@ -152,6 +155,52 @@ def test_megatron_fsdp_steps_float32_weights() -> None:
     assert "buffers on CUDA" in description.notes[0]
 
 
+@pytest.mark.parametrize(("ranks", "zero_dp_strategy"), [(2, 3), (4, 3), (4, 0)])
+def test_tensor_parallel_shards_under_megatron_fsdp_are_those_of_real_ranks(ranks: int, zero_dp_strategy: int) -> None:
+    config = MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy, sequence_parallel=True)
+
+    def run() -> dict[str, tuple[tuple[int, ...], str]]:
+        with cuda_on_cpu():
+            mesh = create_device_mesh(config, device_type="cpu", tp_size=2)
+            model = make_causal_lm(LLAMA)
+            MegatronFSDPManager(config, mesh).parallelize(model)
+            return {
+                f"model.{n}": (tuple(p.to_local().shape), str(p.placements[1])) for n, p in model.named_parameters()
+            }
+
+    held = run_ranks(run, ranks)[::2]  # of the first tensor parallel rank
+    strategy = MegatronFSDPStrategy(tp_size=2, config=config)
+    description = run_describe(strategy, ranks, lambda: CausalLM(config=LLAMA))
+    described = {p.name: p for unit in description.units for p in unit.parameters}
+    assert [rank.keys() for rank in held] == [described.keys()] * len(held)
+    shards = len(held) if zero_dp_strategy == 3 else 1
+    for name, parameter in described.items():
+        rows = sum(rank[name][0][0] for rank in held[:shards])
+        # Megatron-FSDP cuts buffers and not parameters, so only the sum over the ranks must agree
+        assert 0 <= parameter.shard_shape[0] * shards - rows < shards
+        assert {rank[name][0][1:] for rank in held} == {parameter.shard_shape[1:]}
+        tensor_parallel = {"S(0)": "dim 0", "S(1)": "dim 1", "R": "whole"}[held[0][name][1]]
+        data_parallel = {"dp_shard_cp": "whole" if zero_dp_strategy == 0 else "dim 0"} if len(held) > 1 else {}
+        assert parameter.placements == {**data_parallel, "tensor_parallel": tensor_parallel}
+        assert list(parameter.placements)[-1] == "tensor_parallel"
+    bytes_held = [4 * sum(math.prod(shape) for shape, _ in rank.values()) for rank in held]
+    assert description.totals["weight_bytes"] == pytest.approx(bytes_held[0], rel=0.02)
+    assert sum(bytes_held) <= description.totals["weight_bytes"] * len(held) <= sum(bytes_held) * 1.02
+    embedding = 51 * 32  # the first rank has the larger part of 101 rows
+    gathered = {3: 4 * (2 * embedding + 32), 0: 0}[zero_dp_strategy]
+    assert description.units[0].gathered_bytes == gathered
+
+
+def test_megatron_fsdp_with_tensor_parallelism_on_256_ranks() -> None:
+    strategy = MegatronFSDPStrategy(tp_size=8, config=MegatronFSDPConfig(sequence_parallel=True))
+    description = run_describe(strategy, 256, precision="bf16-true")
+    shard = 4 * ((PARAMETERS_8B - NORMS_8B) // 256 + NORMS_8B // 32)  # norms are whole on tensor parallel ranks
+    assert description.totals["weight_bytes"] == shard
+    assert description.totals["largest_gathered_bytes"] == 2 * (2 * 128256 * 4096 // 8 + 4096)  # of the root
+    assert [list(p.placements) for p in description.units[0].parameters] == [["dp_shard_cp", "tensor_parallel"]] * 3
+    assert "buffers on CUDA" in description.notes[0]
+
+
 class ShardsItself(LightningModule):
     def configure_model(self) -> None:
         self.layer = fully_shard(nn.Linear(4, 4))
@@ -165,8 +214,13 @@ class ShardsItself(LightningModule):
         ("auto", None, "describe supports the strategies of lightning_fsdp2, not SingleDeviceStrategy"),
         (FSDP2Strategy(), ShardsItself, "ShardsItself shards itself in `configure_model`"),
         (MegatronFSDPStrategy(config=MegatronFSDPConfig(zero_dp_strategy=1)), None, "supports zero_dp_strategy 0 and"),
+        (
+            MegatronFSDPStrategy(tp_size=4),
+            lambda: CausalLM(config=LLAMA),
+            "tp_size=4 does not divide num_key_value_heads=2",
+        ),
     ],
-    ids=["sizes", "heads", "strategy", "own-sharding", "zero-1"],
+    ids=["sizes", "heads", "strategy", "own-sharding", "zero-1", "heads-of-megatron"],
 )
 def test_what_cannot_be_described_says_so(strategy: str | Strategy, module: Any, error: str) -> None:
     with pytest.raises(RankError, match=error):
