@@ -100,11 +100,20 @@ def make_trainer(
 
 
 def make_loader(
-    steps: int, batch_size: int, sequence_length: int, vocabulary: int, *, distinct: int | None = None
+    steps: int,
+    batch_size: int,
+    sequence_length: int,
+    vocabulary: int,
+    *,
+    distinct: int | None = None,
+    tp_size: int = 1,
 ) -> DataLoader[dict[str, Tensor]]:
-    """Make a loader of this rank's random tokens, the same at every call. Batches repeat after ``distinct`` batches."""
+    """Make a loader of this rank's random tokens, the same at every call. Batches repeat after ``distinct`` batches.
+
+    Tensor parallel ranks read the same batches.
+    """
     count = min(distinct or steps, steps)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(dist.get_rank() // tp_size)
     tokens = torch.randint(vocabulary, (count, batch_size, sequence_length), generator=generator)
     batches = [{"input_ids": batch, "labels": batch} for batch in tokens]
     return DataLoader([batches[step % count] for step in range(steps)], batch_size=None)

@@ -110,7 +110,7 @@ def build_table(readings: Mapping[str, list[Reading]], workload: Workload, reaso
 
 def build_cells(own: Sequence[Reading], first: Sequence[Reading], workload: Workload) -> list[Any]:
     """Build the cells of an arm, with ratios to the first arm in the same rounds."""
-    tokens = workload.batch_size * workload.sequence_length
+    tokens = workload.batch_size * workload.sequence_length / workload.tp_size
     seconds = get_median([reading.block_seconds for reading in own])
     memory = [max(getattr(reading, name) for reading in own) / 2**30 or None for name in ("allocated", "reserved")]
     ratio: list[Any] = [None, None]
@@ -127,7 +127,7 @@ def get_utilisation(workload: Workload, seconds: float) -> str | None:
     gpu = get_gpu()
     if gpu is None:
         return None
-    tokens = workload.batch_size * workload.sequence_length
+    tokens = workload.batch_size * workload.sequence_length / workload.tp_size
     with torch.device("meta"):
         model = LlamaForCausalLM(AutoConfig.for_model(**workload.model))
     flops = get_flops_per_token(model, workload.sequence_length) * tokens
@@ -138,4 +138,6 @@ def describe(workload: Workload) -> str:
     """Describe a workload in one line."""
     layers, size = workload.model["num_hidden_layers"], workload.model["hidden_size"]
     dtype = "weights in bfloat16" if workload.is_bfloat16 else "bf16-mixed"
-    return f"Llama of {layers} layers, {size} wide, {workload.batch_size} x {workload.sequence_length} tokens, {dtype}"
+    tp_size = f", tp_size {workload.tp_size}" if workload.tp_size > 1 else ""
+    tokens = f"{workload.batch_size} x {workload.sequence_length} tokens"
+    return f"Llama of {layers} layers, {size} wide, {tokens}, {dtype}{tp_size}"

@@ -62,6 +62,9 @@ class Workload:
     distinct: int | None = None
     """Number of different batches, which then repeat. None for a new batch in every step."""
 
+    tp_size: int = 1
+    """Number of tensor parallel ranks. If there are several, sequence parallelism is on, too."""
+
     @property
     def all_steps(self) -> int:
         """Number of steps of a run. The last step only ends the time of the step before it."""
@@ -80,7 +83,7 @@ class Workload:
     def make_batches(self) -> DataLoader[dict[str, Tensor]]:
         """Make the batches of all steps."""
         shape = (self.batch_size, self.sequence_length, self.model["vocab_size"])
-        return make_loader(self.all_steps, *shape, distinct=self.distinct)
+        return make_loader(self.all_steps, *shape, distinct=self.distinct, tp_size=self.tp_size)
 
     def make_model(self) -> LlamaForCausalLM:
         """Make the model with random weights on the device."""
@@ -198,7 +201,9 @@ def run_ours(
     if workload.checkpoints:
         flags.setdefault("activation_checkpointing", "full")
     module = CausalLM(config=workload.model, loss=loss, optimizer=make_optimizer, decay_norms_and_biases=True)
-    strategy = strategy or FSDP2Strategy(config=FSDP2Config(**flags))
+    if strategy is None:
+        config = FSDP2Config(sequence_parallel=workload.tp_size > 1, **flags)
+        strategy = FSDP2Strategy(tp_size=workload.tp_size, config=config)
     run_trainer(workload, clock, module, strategy, precision=precision or workload.precision)
 
 

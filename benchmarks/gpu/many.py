@@ -4,10 +4,11 @@ With ``--strategy``, FSDP2Strategy and another strategy take turns, with the sam
 repeat, so that there is something to learn. The losses of both must be equal within the noise of bfloat16, or the
 script fails. The noise is the difference between FSDP2Strategy and a run of FSDP2Strategy in float32. If two runs are
 both within the noise of the float32 run, they differ by at most twice the noise. ``--strategy fsdp2`` compares
-FSDP2Strategy with itself.
+FSDP2Strategy with itself. With ``--tp-size``, all of them have as many tensor parallel ranks, and sequence parallelism.
 
     torchrun --nproc-per-node 8 -m benchmarks.gpu.many
     python -m benchmarks.gpu.many --strategy megatron_fsdp      # one GPU
+    torchrun --nproc-per-node 4 -m benchmarks.gpu.many --strategy megatron_fsdp --tp-size 2
 """
 # ruff: noqa: T201
 
@@ -36,16 +37,20 @@ from benchmarks.gpu.arms import (
 )
 from benchmarks.gpu.page import build_lines
 from benchmarks.gpu.shapes import LLAMA_1_5B
-from benchmarks.trainings import describe_machine, process_group
-from lightning_fsdp2 import DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
+from benchmarks.trainings import describe_machine, get_device, process_group
+from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPConfig, MegatronFSDPStrategy
+from lightning_fsdp2.parallel.megatron import wrap
 
 ARMS: dict[str, Arm] = BASELINES | OPTIONS
-COMPARED: dict[str, Callable[[], Any]] = {
+COMPARED: dict[str, Callable[..., Any]] = {
     "fsdp2": FSDP2Strategy,
     "megatron_fsdp": MegatronFSDPStrategy,
     "ddp": DDPStrategy,
 }
 """Strategies to compare with FSDP2Strategy, by the value of ``--strategy``."""
+
+TENSOR_PARALLEL: dict[str, type[Any]] = {"fsdp2": FSDP2Config, "megatron_fsdp": MegatronFSDPConfig}
+"""Configs of the strategies that have tensor parallelism."""
 
 DISTINCT_BATCHES = 4
 """Number of different batches in a comparison of losses, which then repeat."""
@@ -71,7 +76,8 @@ def compare(strategy: str, workload: Workload, rounds: int) -> bool:
     # checkpointing needs less memory and gives the same numbers
     exact = {"float32": partial(run_ours, precision="32-true", activation_checkpointing="full")}
     in_float32 = get_losses(measure(exact, workload, 1), "float32") * rounds
-    arms: dict[str, Arm] = {OURS: run_ours, strategy: lambda *given: run_ours(*given, strategy=COMPARED[strategy]())}
+    make = partial(make_strategy, strategy, workload.tp_size)
+    arms: dict[str, Arm] = {OURS: run_ours, strategy: lambda *given: run_ours(*given, strategy=make())}
     readings = measure(arms, workload, rounds)
     ours, theirs = (get_losses(readings, name) for name in arms)
     noise, other_noise = (get_largest_difference(losses, in_float32) for losses in (ours, theirs))
@@ -84,6 +90,13 @@ def compare(strategy: str, workload: Workload, rounds: int) -> bool:
             f" {noise:.2e} and {other_noise:.2e}."
         )
     return difference <= 2 * noise
+
+
+def make_strategy(name: str, tp_size: int) -> Any:
+    """Make a strategy to compare."""
+    if tp_size == 1:
+        return COMPARED[name]()
+    return COMPARED[name](tp_size=tp_size, config=TENSOR_PARALLEL[name](sequence_parallel=True))
 
 
 def get_losses(readings: Readings, name: str) -> list[list[float]]:
@@ -123,6 +136,7 @@ def build_workload(args: argparse.Namespace) -> Workload:
         blocks=args.blocks,
         steps=args.steps,
         distinct=DISTINCT_BATCHES if args.strategy else None,
+        tp_size=args.tp_size,
     )
 
 
@@ -132,6 +146,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     runs = parser.add_mutually_exclusive_group()
     runs.add_argument("--strategy", choices=COMPARED, help="strategy to compare; default: run the arms")
     runs.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
+    parser.add_argument("--tp-size", type=int, default=1, help="tensor parallel ranks, with --strategy; default: 1")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     parser.add_argument("--warmup-steps", type=int, default=6, help="untimed steps of each round")
     parser.add_argument("--blocks", type=int, help="timed blocks of each round; default: 3, or 12 with --strategy")
@@ -140,11 +155,13 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocab-size", type=int, default=128256)
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences per data parallel rank")
     parser.add_argument("--sequence-length", type=int, default=4096)
     args = parser.parse_args(arguments)
     args.blocks = args.blocks or (12 if args.strategy else 3)
-    if args.strategy == "megatron_fsdp" and not torch.cuda.is_available():
+    if args.tp_size != 1 and args.strategy not in TENSOR_PARALLEL:
+        parser.error(f"--tp-size {args.tp_size} needs --strategy {' or '.join(TENSOR_PARALLEL)}.")
+    if args.strategy == "megatron_fsdp" and get_device().type not in wrap.DEVICE_TYPES:
         parser.error("--strategy megatron_fsdp needs a CUDA device, and there is none; run it where there is one.")
     return args
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, LlamaForCausalLM
 
-from benchmarks.gpu.parts import TOY, Table, get_device_type, has_cuda, part
+from benchmarks.gpu.parts import TOY, Table, get_device_type, part
 from benchmarks.gpu.shapes import LLAMA_3_8B, TINY
 from benchmarks.gpu.staged_group import STAGED, register
 from benchmarks.memory import run_forked
@@ -27,6 +27,7 @@ from lightning_fsdp2 import (
     clip_grad_norm_,
     create_device_mesh,
 )
+from lightning_fsdp2.parallel.megatron import wrap
 from lightning_fsdp2.ranks.whole_tensors import gather
 
 LOSS_TOLERANCE = GRADIENT_TOLERANCE = 1e-5
@@ -54,6 +55,8 @@ LAYOUTS = {
     "context parallel, ulysses": Layout({"cp_size": 2}, {"context_parallel_method": "ulysses"}),
     "HSDP": Layout({"dp_replicate_size": 2}),
     "Megatron-FSDP": Layout({}, is_megatron=True),
+    "Megatron-FSDP, double buffer": Layout({}, {"fsdp_double_buffer": True}, is_megatron=True),
+    "Megatron-FSDP, tensor + sequence parallel": Layout({"tp_size": 2}, {"sequence_parallel": True}, is_megatron=True),
 }
 
 
@@ -70,7 +73,7 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
     rows: list[list[Any]] = []
     failures: list[str] = []
     for name, layout in LAYOUTS.items():
-        if layout.is_megatron and not has_cuda():
+        if layout.is_megatron and get_device_type() not in wrap.DEVICE_TYPES:
             rows.append([name, "needs CUDA", None, None])
             continue
         try:

@@ -443,8 +443,12 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of ``group``, the shortest of its backends' timeouts. torch has no public way to read it."""
-    return min(group._get_backend(device).options._timeout for device in group._device_types)
+    """Return the timeout of ``group``, the shortest of its backends' timeouts. torch has no public way to read it.
+
+    For a group that is written in Python, which has no such backends, return torch's default.
+    """
+    timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
+    return min(timeouts, default=dist.distributed_c10d.default_pg_timeout)
 
 
 def read_flight_record() -> dict[str, Any]:

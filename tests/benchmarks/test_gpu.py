@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.ranks import run_ranks
 
 from benchmarks.gpu import attention_part, check, many, parity_part, speed
@@ -213,6 +214,16 @@ def test_wrong_gradients_are_seen() -> None:
     assert parity_part.compare((1.0, {**right[1], "b": torch.full((2,), 2e-7)}), right)[1] == pytest.approx(2)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
+def test_rows_of_megatron_fsdp_are_equal_with_a_stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = {name: layout for name, layout in parity_part.LAYOUTS.items() if layout.is_megatron}
+    monkeypatch.setattr(parity_part, "LAYOUTS", layouts)
+    with cuda_on_cpu():
+        *_, [table] = check.compare_with_one_process.run(argparse.Namespace(scale=TOY, ranks=4))
+    assert [row[:2] for row in table.rows] == [[name, "equal"] for name in layouts]
+    assert any(layout.sizes == {"tp_size": 2} for layout in layouts.values())
+
+
 # ---------------------------------------------------------------------- many ranks, and other strategies
 
 TINY = (
@@ -221,12 +232,12 @@ TINY = (
 )
 
 
-def run_many(*arguments: str, ranks: int = 1) -> tuple[str, str | int | None]:
+def run_many(*arguments: str, ranks: int = 1, context: Any = nullcontext) -> tuple[str, str | int | None]:
     """The first rank's report, and with what the script ends."""
 
     def run() -> tuple[str, str | int | None]:
         code = None
-        with redirect_stdout(io.StringIO()) as output:
+        with redirect_stdout(io.StringIO()) as output, context():
             try:
                 many.main([*TINY.split(), *arguments])
             except SystemExit as ended:
@@ -246,6 +257,17 @@ def test_every_arm_has_a_row(compile_without_code: None) -> None:
     assert code is None
     names = [name for name in many.ARMS if name != LIGHTNING_FSDP]
     assert read_rows(report) == ["arm", "---", *names, f"{LIGHTNING_FSDP}: needs CUDA"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron_fsdp"])
+def test_a_strategy_is_compared_with_fsdp2_under_tensor_parallelism(strategy: str) -> None:
+    report, code = run_many(
+        *("--strategy", strategy, "--tp-size", "2", "--rounds", "2", "--head-size", "4"), ranks=4, context=cuda_on_cpu
+    )
+    assert code is None
+    assert read_rows(report) == ["arm", "---", "FSDP2Strategy", strategy]
+    assert "1 x 16 tokens, bf16-mixed, tp_size 2" in report
 
 
 class WrongStrategy(DDPStrategy):
@@ -288,6 +310,8 @@ def test_a_comparison_takes_more_steps() -> None:
         (["--strategy", "ddp", "--arms", "compiled"], "not allowed with"),
         (["--arms", "fast"], "invalid choice: 'fast'"),
         (["--strategy", "megatron_fsdp"], "needs a CUDA device"),
+        (["--strategy", "ddp", "--tp-size", "2"], "--tp-size 2 needs --strategy fsdp2 or megatron_fsdp"),
+        (["--tp-size", "2"], "--tp-size 2 needs --strategy fsdp2 or megatron_fsdp"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
@@ -297,6 +321,15 @@ def test_what_cannot_be_compared_is_refused(
     with pytest.raises(SystemExit):
         many.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_tensor_parallel_ranks_read_the_same_batches() -> None:
+    def run() -> list[int]:
+        workload = many.build_workload(many.parse_args([*TINY.split(), "--strategy", "fsdp2", "--tp-size", "2"]))
+        return next(iter(workload.make_batches()))["input_ids"].flatten().tolist()
+
+    first, second, third, fourth = run_ranks(run, 4)
+    assert first == second != third == fourth
 
 
 def test_batches_of_a_comparison_repeat() -> None:
