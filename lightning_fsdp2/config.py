@@ -314,13 +314,16 @@ class MegatronFSDPConfig(_Flags):
     of all tokens."""
 
     keep_fp8_transpose_cache: bool = False
-    """Whether the transposed copies of FP8 parameters are kept between forward and backward."""
+    """Whether the transposed copies of FP8 parameters are kept between forward and backward. It matters only for
+    Transformer Engine modules with FP8 parameters in your own model. This flag was never run."""
 
     nccl_ub: bool = False
-    """Whether communication buffers are registered with NCCL as user buffers."""
+    """Whether communication buffers are registered with NCCL as user buffers. It also turns on fsdp_double_buffer. This
+    flag was never run."""
 
     fsdp_double_buffer: bool = False
-    """Whether communication uses two persistent buffers instead of freshly allocated ones."""
+    """Whether communication uses two persistent buffers instead of freshly allocated ones. The buffers are global to
+    the process. This flag was run on CPU ranks only."""
 
     activation_checkpointing: ActivationCheckpointing = False
     """Activation checkpointing. False keeps all activations. True or "full" recomputes each layer in backward.

@@ -59,16 +59,18 @@ class StateDictStager(_state_dict_stager.StateDictStager):
     closed in torch 2.13 and 2.15.
     """
 
-    def _offload_tensor(self, x: Any, memo: Any, non_blocking: bool = False) -> Any:
-        """Copy a DTensor's local tensor.
+    def _offload_tensor(self, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Tensor:
+        """Copy a tensor, even a DTensor whose local tensor begins in the middle of its memory.
 
-        In torch 2.13, torch's own method fails if the local tensor does not begin at the start of its memory, such as a
-        part of Megatron-FSDP's buffers. The DTensor then has the same offset, and is mistaken for a plain tensor.
+        Shards of Megatron-FSDP are parts of one buffer. In torch 2.13, torch's own method takes such a DTensor for a
+        plain tensor, because ``data_ptr()`` returns the offset in the buffer instead of 0, and then fails.
         """
         if not isinstance(x, DTensor):
-            return super()._offload_tensor(x, memo, non_blocking=non_blocking)
-        local = self.deepcopy_with_tensor_offload(x._local_tensor, memo, non_blocking=non_blocking)
-        return cast(Any, DTensor)(local, x._spec, requires_grad=False)
+            return super()._offload_tensor(x, memo, non_blocking)
+        local = self.deepcopy_with_tensor_offload(x._local_tensor, memo, [], non_blocking)
+        # unlike `from_local`, the constructor leaves the copy in host memory
+        memo[id(x)] = copy = DTensor(local, x._spec, requires_grad=False)
+        return copy
 
 
 def get_operation(function: Any) -> Any:

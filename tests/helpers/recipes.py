@@ -131,6 +131,13 @@ RECIPES = {
     "lora_llama3_70b_tp2": Recipe(LLAMA_70B, gpus=8, ranks=4, changes=PRETRAINED),
     "ddp_small": Recipe(134_515_008, gpus=8),
     "megatron_fsdp_8b": Recipe(LLAMA_8B, gpus=8, context=cuda_on_cpu),
+    "megatron_fsdp_70b_tp8": Recipe(
+        LLAMA_70B,
+        gpus=64,
+        ranks=4,
+        changes={"trainer.strategy.init_args.tp_size": 2},
+        context=cuda_on_cpu,
+    ),
 }
 
 
