@@ -34,10 +34,10 @@ class Piece(NamedTuple):
     """Contiguous part of a tensor that a rank holds."""
 
     local: tuple[slice, ...]
-    """Where the piece is in the rank's local tensor."""
+    """Position of the piece in the rank's local tensor."""
 
     whole: tuple[slice, ...]
-    """Where the piece is in the whole tensor."""
+    """Position of the piece in the whole tensor."""
 
 
 class _Range(NamedTuple):

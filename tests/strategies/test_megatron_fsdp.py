@@ -306,9 +306,7 @@ def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
                 KIND.make_trainer(flags).fit(Regressor(), make_loader(make_batches(4)))
         with (
             patch.object(megatron_fsdp, "keeps_buffers", lambda: False),
-            pytest.raises(
-                ValueError, match=r"fsdp_double_buffer=True: megatron-fsdp .* wrong gradients.*0\.6\.0 or"
-            ),
+            pytest.raises(ValueError, match=r"fsdp_double_buffer=True: megatron-fsdp .* wrong gradients.*0\.6\.0 or"),
         ):
             KIND.make_trainer({"fsdp_double_buffer": True}).fit(Regressor(), make_loader(make_batches(4)))
         trainer = KIND.make_trainer({"megatron_fsdp_unit_modules": ["torch.nn.functional.relu"]})
