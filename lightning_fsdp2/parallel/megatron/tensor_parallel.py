@@ -171,7 +171,7 @@ class Lift:
         self._sum_others({name: p for name, p in partial.items() if not self._is_aligned[name]})
 
     def _sum_aligned(self, parameters: list[DTensor]) -> None:
-        """Sum gradients with a single all-reduce in float32, if all tensor parallel ranks hold the same rows of them."""
+        """Sum gradients with one all-reduce in float32. All tensor parallel ranks hold the same rows of each one."""
         if not parameters:
             return
         local = [cast(DTensor, parameter.grad).to_local() for parameter in parameters]
