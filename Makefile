@@ -33,6 +33,7 @@ test-all: venv ## Run all tests, go on where an interrupted run stopped, write d
 parity: venv ## Compare all model families, with images too, on parallel layouts with one process, write docs/parity*.md
 	$(BIN)/python tools/parity_matrix.py --output docs/parity.md
 	$(BIN)/python tools/parity_matrix.py --context --output docs/parity-context-parallel.md
+	$(BIN)/python tools/parity_matrix.py --megatron --output docs/parity-megatron.md
 	$(BIN)/python tools/parity_matrix.py --images --output docs/parity-images.md
 
 parity-oldest: venv ## The same with the oldest transformers that pyproject.toml allows, in .venv-oldest

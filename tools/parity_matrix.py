@@ -4,7 +4,8 @@ The families are causal language models that have a tensor parallel plan, or mod
 measured at a time. Results are kept under ``.parity/`` until a file that can affect them changes
 (:mod:`helpers.reach`). So an interrupted run continues where it stopped.
 
-Usage: python tools/parity_matrix.py [--context | --images] [--families a,b] [--layouts "tp2;cp2"] [--output docs/x.md]
+Usage: python tools/parity_matrix.py [--context | --megatron | --images] [--families a,b] [--layouts "tp2;cp2"]
+[--output docs/x.md]
 """
 
 import argparse
@@ -25,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from helpers import family_parity, vision_families, vision_parity
 from helpers.families import NOT_BUILT, get_families
-from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, get_optional_refusal, measure_parity
+from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, MEGATRON_LAYOUTS, get_optional_refusal, measure_parity
 from helpers.ledger import VERSIONS, Ledger, get_key, hold, run_jobs
 from helpers.ranks import RankError
 from helpers.reach import ROOT, find_reach
@@ -87,6 +88,7 @@ TEXT = Matrix(
     get_optional_refusal=get_optional_refusal,
 )
 CONTEXT = replace(TEXT, title="Context parallel parity", layouts=list(CONTEXT_LAYOUTS))
+MEGATRON = replace(TEXT, title="Tensor parallel parity under Megatron-FSDP", layouts=list(MEGATRON_LAYOUTS))
 IMAGES = Matrix(
     title="Parity of multimodal models with images",
     about=ABOUT_IMAGES,
@@ -106,7 +108,7 @@ def main() -> int:
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     start = time.monotonic()
-    matrix = CONTEXT if arguments.context else IMAGES if arguments.images else TEXT
+    matrix: Matrix = arguments.matrix
     layouts = arguments.layouts or matrix.layouts
     families = arguments.families or matrix.get_families()
     with hold(FOLDER):
@@ -192,11 +194,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layouts",
         type=lambda text: text.split(";"),
-        help=f"of {', '.join([*LAYOUTS, *CONTEXT_LAYOUTS, *vision_parity.LAYOUTS])}; separated by ;",
+        help=f"of {', '.join([*LAYOUTS, *CONTEXT_LAYOUTS, *MEGATRON_LAYOUTS, *vision_parity.LAYOUTS])}; separated by ;",
     )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--context", action="store_true", help="the layouts of context parallelism")
-    kinds.add_argument("--images", action="store_true", help="models that see images, with images")
+    for name, matrix, text in (
+        ("--context", CONTEXT, "the layouts of context parallelism"),
+        ("--megatron", MEGATRON, "the layouts of tensor parallelism under Megatron-FSDP"),
+        ("--images", IMAGES, "models that see images, with images"),
+    ):
+        kinds.add_argument(name, action="store_const", const=matrix, default=TEXT, dest="matrix", help=text)
     parser.add_argument("--output", type=Path, help="the table, as Markdown")
     arguments = parser.parse_args()
     if arguments.output and (arguments.families or arguments.layouts):

@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +88,11 @@ def measure_parity(family: str, layout: str) -> float:
     return kind.run(_measure, shape.dp * shape.cp * shape.tp, family, shape)[0]
 
 
-REFUSED = {"gemma4": "cannot be sharded", "inkling2_text": "sequence_parallel=True is not possible for"}
+REFUSED = {
+    "gemma4": "cannot be sharded",
+    "cohere_compass_text": "sequence_parallel=True is not possible for",
+    "inkling2_text": "sequence_parallel=True is not possible for",
+}
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
 
 
@@ -119,7 +122,7 @@ def _measure(family: str, layout: Layout) -> float | None:
     if dist.get_rank() > 0:
         return None
     _assert_stable(plain, batches[0])
-    expected = _train_alone(plain, batches)
+    expected = _train_alone(plain, layout, batches)
     assert_equal_runs(actual, expected)
     return _compare(actual.gradients[0], expected.gradients[0])
 
@@ -129,8 +132,15 @@ def _make_batches(model: Any) -> list[Tensor]:
     return list(torch.randint(3, vocabulary, (STEPS, SEQUENCES, LENGTH)))
 
 
-def _train_alone(model: nn.Module, batches: list[Tensor]) -> Record:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, fused=True)
+def _make_optimizer(model: nn.Module, layout: Layout) -> torch.optim.Optimizer:
+    # under Megatron-FSDP, weights that no loss uses have gradients of zero, and would decay
+    decay = 0.0 if layout.is_megatron else 0.01
+    is_fused = not layout.is_megatron
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, weight_decay=decay, fused=is_fused)
+
+
+def _train_alone(model: nn.Module, layout: Layout, batches: list[Tensor]) -> Record:
+    optimizer = _make_optimizer(model, layout)
     record = Record(initial={})
     for batch in batches:
         optimizer.zero_grad()
@@ -172,11 +182,10 @@ def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> R
 
 def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
     """Shard ``model`` in place; return what to call, an optimizer, and the rank among those of other batches."""
-    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
     if layout.is_megatron:
         flags = MegatronFSDPConfig(sequence_parallel=layout.sequence_parallel)
         mesh = create_device_mesh(flags, tp_size=layout.tp)
-        wrapper, sharded = MegatronFSDPManager(flags, mesh).parallelize(model, optimizer(model.parameters()))
+        wrapper, sharded = MegatronFSDPManager(flags, mesh).parallelize(model, _make_optimizer(model, layout))
         return wrapper, sharded, mesh["dp_shard"].get_local_rank()
     config = FSDP2Config(
         mp_policy=MixedPrecisionPolicy(),
@@ -185,7 +194,7 @@ def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
     )
     mesh = create_device_mesh(config, tp_size=layout.tp, cp_size=layout.cp)
     model = FSDP2Manager(config, mesh).parallelize(model)
-    return model, optimizer(model.parameters(), fused=True), mesh["dp_shard"].get_local_rank()
+    return model, _make_optimizer(model, layout), mesh["dp_shard"].get_local_rank()
 
 
 def _assert_same_on_all_ranks(weights: dict[str, Tensor]) -> None:
