@@ -207,7 +207,11 @@ def test_an_option_that_the_installed_version_lacks_is_named() -> None:
         package = megatron_fsdp.import_megatron_fsdp()
         signature = inspect.signature(package.fully_shard_model)
         older = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "nccl_ub"])
-        with patch("inspect.signature", lambda function: older), patch.object(megatron_fsdp, "_is_installed", bool):
+        with (
+            patch("inspect.signature", lambda function: older),
+            patch.object(megatron_fsdp, "_is_installed", bool),
+            patch.object(megatron_fsdp, "keeps_buffers", lambda: True),
+        ):
             assert parallelize(PlainTransformer(), zero_dp_strategy=2)
             with pytest.raises(
                 ValueError, match=r"nccl_ub=True: megatron-fsdp .* has no such option; leave the option out"
