@@ -30,26 +30,27 @@ class PiecewiseTensor(Tensor):
     Args:
         tensor: The DTensor.
         pieces: The pieces of ``tensor`` that this rank holds.
-        is_written: Whether this rank writes its pieces, and not another rank that holds the same ones.
+        copies: Number of ranks that hold the same pieces, among which DCP divides the writing. 0 if other ranks write
+            this rank's pieces.
     """
 
     @staticmethod
-    def __new__(cls, tensor: DTensor, pieces: list[Piece], *, is_written: bool = True) -> "PiecewiseTensor":
+    def __new__(cls, tensor: DTensor, pieces: list[Piece], *, copies: int = 1) -> "PiecewiseTensor":
         made: PiecewiseTensor = make_wrapper_subclass(cls, tensor)
         return made
 
-    def __init__(self, tensor: DTensor, pieces: list[Piece], *, is_written: bool = True) -> None:
+    def __init__(self, tensor: DTensor, pieces: list[Piece], *, copies: int = 1) -> None:
         self._local = tensor.to_local().detach()
         self._pieces = {torch.Size(part.start for part in piece.whole): piece for piece in pieces}
-        self._is_written = is_written
+        self._copies = copies
 
     def get_written_bytes(self) -> int:
-        """Return the size of the pieces that this rank writes, in bytes."""
-        return self._local.nbytes if self._is_written else 0
+        """Return roughly how many bytes this rank writes."""
+        return self._local.nbytes // self._copies if self._copies else 0
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         """List what this rank writes. DCP calls this method with the key of the tensor."""
-        if not self._is_written:
+        if not self._copies:
             return []
         properties = TensorProperties.create_from_tensor(self._local)
         return [
@@ -80,8 +81,10 @@ class PiecewiseTensor(Tensor):
 
 
 def is_unusual(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether DCP needs a description of the shards of ``tensor``."""
-    return isinstance(tensor, DTensor) and (is_uneven(tensor) or bool(get_packed_placements(tensor)))
+    """Return whether DCP needs a description of the shards of ``tensor``. A tensor without elements has no pieces."""
+    if not isinstance(tensor, DTensor) or not tensor.numel():
+        return False
+    return is_uneven(tensor) or bool(get_packed_placements(tensor))
 
 
 def get_first_rows(tensors: Iterable[Any], group: dist.ProcessGroup | None = None) -> dict[int, int]:
@@ -113,16 +116,22 @@ def describe_shards(tensor: DTensor, first_row: int = 0) -> PiecewiseTensor:
         tensor: The DTensor, whose memory DCP writes or reads into.
         first_row: For an uneven tensor, the number of its rows on the ranks before this one.
     """
-    return PiecewiseTensor(tensor, get_pieces(tensor, first_row), is_written=not _is_copy(tensor))
+    return PiecewiseTensor(tensor, get_pieces(tensor, first_row), copies=_count_copies(tensor))
 
 
-def _is_copy(tensor: DTensor) -> bool:
-    """Return whether this rank only has a copy of uneven shards that another tensor parallel rank writes.
+def _count_copies(tensor: DTensor) -> int:
+    """Return the number of ranks that write the same pieces, or 0 if another rank writes those of this rank.
 
-    DCP leaves out copies only if they begin at the same row, but the rows of a copy may be cut elsewhere.
+    DCP leaves out copies only if they begin at the same row. On other tensor parallel ranks, the rows of uneven shards
+    may be cut elsewhere, so only the first of these ranks writes a copy.
     """
-    names = tensor.device_mesh.mesh_dim_names or ()
-    if not is_uneven(tensor) or TENSOR_PARALLEL not in names:
-        return False
-    axis = names.index(TENSOR_PARALLEL)
-    return tensor.placements[axis].is_replicate() and tensor.device_mesh.get_local_rank(axis) > 0
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    copies = 1
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            continue
+        if not (is_uneven(tensor) and names[axis] == TENSOR_PARALLEL):
+            copies *= mesh.size(axis)
+        elif mesh.get_local_rank(axis) > 0:
+            return 0
+    return copies

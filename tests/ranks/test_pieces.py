@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lightning_fsdp2.checkpoint.stored_shards import PiecewiseTensor, describe_shards, get_first_rows
+from lightning_fsdp2.checkpoint.stored_shards import PiecewiseTensor, describe_shards, get_first_rows, is_unusual
 from lightning_fsdp2.compat.torch import StridedShard
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_packed_placements, get_pieces
 from lightning_fsdp2.ranks.whole_tensors import gather, get_first_row, make_dtensor, reshard_like
@@ -155,3 +155,14 @@ def assert_saved(described: PiecewiseTensor, tensor: DTensor, rows: int) -> None
         assert (whole[place] == -1).all()
         whole[place] = piece
     assert torch.equal(whole, WHOLE[:rows])
+
+
+def test_a_tensor_without_elements_needs_no_description_and_copies_share_the_writing() -> None:
+    def run() -> int:
+        mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp_replicate", "tensor_parallel", UNEVEN_SHARD))
+        empty = make_dtensor(torch.zeros(0, 4), mesh, [Replicate(), Replicate(), Shard(0)], torch.Size((0, 4)))
+        assert not is_unusual(empty)
+        tensor = make_dtensor(WHOLE.clone(), mesh, [Replicate(), Replicate(), Shard(0)], WHOLE.shape)
+        return describe_shards(tensor).get_written_bytes()
+
+    assert sum(run_ranks(run, 2)) == WHOLE.nbytes

@@ -119,6 +119,7 @@ class Lift:
         axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
         view = get_mesh(device_mesh, axes)
         self._tp_group = view.get_group(TENSOR_PARALLEL)
+        self._rows_group = view.get_group(DP_SHARD_CP)
         self._mesh = DeviceMesh.from_group(
             [view.get_group(axis) for axis in (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)],
             view.device_type,
@@ -150,7 +151,10 @@ class Lift:
         rows = {name: (get_first_row(p), p.to_local().size(0)) for name, p in partial.items()}
         others = gather_objects(rows, self._tp_group)
         self._first_rows = {name: first for name, (first, _) in rows.items()}
-        self._is_aligned = {name: all(other[name] == own for other in others) for name, own in rows.items()}
+        is_aligned = {name: all(other[name] == own for other in others) for name, own in rows.items()}
+        # all ranks that hold rows of a gradient must sum it in the same way
+        verdicts = gather_objects(is_aligned, self._rows_group)
+        self._is_aligned = {name: all(verdict[name] for verdict in verdicts) for name in is_aligned}
         return parameters
 
     @torch.no_grad()
