@@ -106,6 +106,20 @@ def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:
             module._parameters[name] = replaced[parameter]
 
 
+def build_tp_first_mesh(device_mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
+    """Build a mesh on which tensor parallelism cuts a parameter before the data parallel ranks of a replica do.
+
+    Args:
+        device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
+        shard_axis: Name of the last axis, over which a rank's part is sharded.
+    """
+    view = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL))
+    groups = [view.get_group(axis) for axis in (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)]
+    ranks = view.mesh.permute(0, 2, 1).contiguous()
+    names = (DP_REPLICATE, TENSOR_PARALLEL, shard_axis)
+    return DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=names)
+
+
 class Lift:
     """Converter of Megatron-FSDP's DTensors of a rank's parts to DTensors of whole parameters.
 
@@ -116,16 +130,9 @@ class Lift:
 
     def __init__(self, device_mesh: DeviceMesh, parts: dict[str, Part]) -> None:
         self._parts = parts
-        axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
-        view = get_mesh(device_mesh, axes)
-        self._tp_group = view.get_group(TENSOR_PARALLEL)
-        self._rows_group = view.get_group(DP_SHARD_CP)
-        self._mesh = DeviceMesh.from_group(
-            [view.get_group(axis) for axis in (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)],
-            view.device_type,
-            mesh=view.mesh.permute(0, 2, 1).contiguous(),
-            mesh_dim_names=(DP_REPLICATE, TENSOR_PARALLEL, UNEVEN_SHARD),
-        )
+        self._mesh = build_tp_first_mesh(device_mesh, UNEVEN_SHARD)
+        self._tp_group = self._mesh.get_group(TENSOR_PARALLEL)
+        self._rows_group = self._mesh.get_group(UNEVEN_SHARD)
         self._first_rows: dict[str, int] = {}
         self._is_aligned: dict[str, bool] = {}
 

@@ -37,6 +37,7 @@ from lightning_fsdp2.parallel.megatron.driver import Driver
 from lightning_fsdp2.parallel.megatron.tensor_parallel import (
     Lift,
     Part,
+    build_tp_first_mesh,
     check_foreign_styles,
     get_parts,
     install_parts,
@@ -178,7 +179,7 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
     mesh = get_fsdp_mesh(device_mesh)
     placements = [Replicate() if axis == DP_REPLICATE else Shard(0) for axis in mesh.mesh_dim_names or ()]
     has_tp = get_optional_mesh(device_mesh, TENSOR_PARALLEL) is not None
-    tp_first = _build_tp_first_mesh(device_mesh) if has_tp else None
+    tp_first = build_tp_first_mesh(device_mesh, DP_SHARD_CP) if has_tp else None
     spread: dict[Tensor, nn.Parameter] = {}
     for module in get_modules(model):
         for name, parameter in module._parameters.items():
@@ -197,15 +198,6 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
             f"init_fsdp_with_meta_device=True, but {get_class_name(model)} has no parameter on the meta device; build"
             ' the model inside `torch.device("meta")` in `configure_model`, or leave out the flag.'
         )
-
-
-def _build_tp_first_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Build a mesh on which tensor parallelism cuts a parameter before the data parallel ranks of a replica do."""
-    axes = (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)
-    view = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL))
-    groups = [view.get_group(axis) for axis in axes]
-    ranks = view.mesh.permute(0, 2, 1).contiguous()
-    return DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=axes)
 
 
 def _shard_part(parameter: DTensor, mesh: DeviceMesh) -> DTensor:
