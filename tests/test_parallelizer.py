@@ -202,7 +202,7 @@ def test_a_tensor_parallel_mesh_made_elsewhere_goes_by_the_names_given() -> None
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         with pytest.raises(ValueError, match=r"'dp' and 'tensor_parallel' cover 1 of the 2 ranks"):
             fsdp2_strategy_parallelize(make_mlp(), mesh, dp_mesh_name="dp")
-        with pytest.raises(ValueError, match=r"has no tensor parallel plan\. Give a plan as FSDP2Config\(tp_plan="):
+        with pytest.raises(ValueError, match=r"has no tensor parallel plan\. Give a plan in the config, as tp_plan="):
             fsdp2_strategy_parallelize(make_mlp(), mesh, dp_mesh_name="dp", tp_mesh_name="tp")
 
         plain = make_causal_lm(LLAMA)

@@ -196,9 +196,9 @@ DIFFERENCES = (
         "a forward needs all ranks",
     ),
     Difference(
-        "`copy.deepcopy(module)`, `module.to_torchscript()` after a fit",
+        "`copy.deepcopy(module)`, `pickle.dumps(module)`, `module.to_torchscript()` after a fit",
         "work",
-        "torch's error if parameters are sharded; load a checkpoint into a new module",
+        "an error if parameters are sharded; load a checkpoint into a new module",
         "a rank has only a part of the module",
     ),
 )

@@ -21,6 +21,8 @@ from lightning_fsdp2.compat.torch import has_own_loading, is_of_torch
 from lightning_fsdp2.modules.structure import get_class_name, get_modules
 from lightning_fsdp2.ranks.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.ranks.failures import list_names
+from lightning_fsdp2.ranks.pieces import is_uneven
+from lightning_fsdp2.ranks.whole_tensors import gather
 
 
 def read_checkpoint(
@@ -95,7 +97,7 @@ def load_model_state(
         state = _take_what_fits(path, own, state)
     sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
     try:
-        with _own_meshes_for_renamed(model):
+        with _shard_renamed(model, sharded):
             model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):  # raised by a user's hook
@@ -132,18 +134,23 @@ def load_optimizer_states(
 
 
 @contextmanager
-def _own_meshes_for_renamed(model: nn.Module) -> Iterator[None]:
-    """Make ``load_state_dict`` move each renamed tensor to the mesh of its parameter, inside the block.
+def _shard_renamed(model: nn.Module, read: dict[str, Any]) -> Iterator[None]:
+    """Make ``load_state_dict`` shard each renamed tensor like its parameter, inside the block.
 
-    A tensor whose name the model does not have may have been read on the wrong mesh. Its parameter, and thereby the
-    right mesh, is known only after the module's hooks have renamed the tensor.
+    The parameter is known only after the module's hooks have renamed the tensor, which was sharded like the parameter
+    of its earlier name, or evenly if there is none.
+
+    Args:
+        model: Model that is loaded.
+        read: State dict before the hooks.
     """
 
     def shard(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
-            if isinstance(value, DTensor) and value.device_mesh != getattr(parameter, "device_mesh", None):
-                state[prefix + name] = shard_like(value, parameter)
+            if isinstance(value, DTensor) and value is not read.get(prefix + name):
+                # uneven shards may have other rows, even if their mesh and placements are those of the parameter
+                state[prefix + name] = shard_like(gather(value) if is_uneven(value) else value, parameter)
 
     handles = [module.register_load_state_dict_pre_hook(shard) for module in model.modules()]
     try:

@@ -13,7 +13,7 @@ from lightning_fsdp2.checkpoint.stored_shards import is_unusual
 from lightning_fsdp2.compat.torch import get_shard, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.ranks.failures import list_names
-from lightning_fsdp2.ranks.whole_tensors import reshard_like
+from lightning_fsdp2.ranks.whole_tensors import gather, reshard_like
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Keys of a parameter group that are not options of its optimizer. Most belong to torch's schedulers."""
@@ -109,11 +109,11 @@ def shard_like(value: Any, own: Any) -> Any:
     if not (isinstance(own, Tensor) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
     if not isinstance(own, DTensor):
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        return gather(value)
     if isinstance(value, DTensor):
         if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
             return value
-        value = value.full_tensor()
+        value = gather(value)
     # every rank has the whole tensor, and takes its own part
     if is_unusual(own):
         return reshard_like(value, own)

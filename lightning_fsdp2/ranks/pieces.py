@@ -21,6 +21,7 @@ import math
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.torch import StridedShard
@@ -50,6 +51,14 @@ class _Range(NamedTuple):
 def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
     """Return whether ``tensor`` is a DTensor on a mesh for uneven shards. The answer is the same on all ranks."""
     return isinstance(tensor, DTensor) and UNEVEN_SHARD in _get_axes(tensor)
+
+
+def without_uneven_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of the same ranks and process groups on which all shards are even."""
+    if UNEVEN_SHARD not in (mesh.mesh_dim_names or ()):
+        return mesh
+    names = tuple(f"even_{name}" for name in mesh.mesh_dim_names or ())
+    return DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
 
 def get_packed_placements(tensor: DTensor) -> dict[int, Any]:

@@ -79,10 +79,11 @@ def _gather(tensor: DTensor) -> Tensor:
         own[: local.size(0)] = local
         dist.all_gather_into_tensor(parts, own, group=group)
         local = torch.cat([part[:count] for part, count in zip(parts.chunk(len(counts)), counts, strict=True)])
-    for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
-        if name != UNEVEN_SHARD and not placement.is_replicate():
-            local = make_dtensor(local, tensor.device_mesh[name], [placement], tensor.shape).full_tensor()
-    return local
+    axes = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    others = {name: placement for name, placement in axes.items() if name != UNEVEN_SHARD}
+    if all(placement.is_replicate() for placement in others.values()):
+        return local
+    return make_dtensor(local, tensor.device_mesh[tuple(others)], list(others.values()), tensor.shape).full_tensor()
 
 
 def _get_counts(tensor: DTensor, group: dist.ProcessGroup) -> list[int]:

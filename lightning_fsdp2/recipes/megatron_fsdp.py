@@ -15,6 +15,7 @@ from lightning_fsdp2.parallel.data.units import check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.megatron.driver import take_over_optimizer
+from lightning_fsdp2.parallel.megatron.tensor_parallel import check_foreign_styles
 from lightning_fsdp2.parallel.megatron.wrap import (
     apply_megatron_fsdp,
     check_supported,
@@ -64,6 +65,7 @@ def parallelize_with_megatron_fsdp(
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
     maybe_apply_tensor_parallel(structure, tp_mesh, config)
+    check_foreign_styles(model, config)
     cp_mesh = get_optional_mesh(device_mesh, CONTEXT_PARALLEL)
     if cp_mesh is not None:
         apply_context_parallel(

@@ -141,6 +141,15 @@ def test_uneven_shards_of_tensor_parallel_parts(cut: int, placement: Any, take: 
     run_ranks(run, 4)
 
 
+def test_even_axes_may_cut_the_same_rows_before_the_uneven_one() -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_replicate", "tensor_parallel", UNEVEN_SHARD))
+        local = WHOLE.chunk(2)[mesh.get_local_rank(0)].chunk(2)[mesh.get_local_rank(1)]
+        assert torch.equal(gather(make_dtensor(local, mesh, [Shard(0)] * 3, WHOLE.shape)), WHOLE)
+
+    run_ranks(run, 4)
+
+
 def assert_saved(described: PiecewiseTensor, tensor: DTensor, rows: int) -> None:
     """What the ranks write covers the tensor once, and comes from the memory of ``tensor``."""
     items = described.__create_write_items__("key", described)

@@ -4,6 +4,8 @@ The weights are rough. With the usual small ones, the gradients of norms are so 
 shows only after a step or two.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,9 +20,16 @@ from helpers.mesh_runs import Case, check_parity
 from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_gradients, token_sum_loss, whole
 from helpers.strategies import STRATEGIES
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_fsdp2 import CausalLM, MegatronFSDPConfig, MegatronFSDPManager, MegatronFSDPStrategy, create_device_mesh
+from lightning_fsdp2 import (
+    CausalLM,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    MegatronFSDPStrategy,
+    create_device_mesh,
+    defer_grad_sync,
+)
 from lightning_fsdp2.parallel.megatron import tensor_parallel
 from lightning_fsdp2.parallel.megatron.driver import get_driver
 from lightning_fsdp2.parallel.megatron.tensor_parallel import Lift
@@ -165,16 +174,58 @@ def test_two_synchronised_backwards_add_up(zero_dp_strategy: int) -> None:
     KIND.run(train_on_two_halves, 2, zero_dp_strategy)
 
 
+def change_between_two_backwards(change: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    model = make_causal_lm(MODELS["qwen3"])
+    reference = deepcopy(model)
+    mesh = create_device_mesh(MegatronFSDPConfig(), tp_size=2)
+    called, _ = MegatronFSDPManager(MegatronFSDPConfig(), mesh).parallelize(model, OPTIMIZER(model.parameters()))
+    first, *others = (batch["input_ids"] for batch in make_token_batches(4, ragged=False))
+    for each, owner in ((called, model), (reference, reference)):
+        each(input_ids=first, labels=first).loss.backward()
+        change(owner)
+        for ids, context in zip(others, (nullcontext(), defer_grad_sync(each), nullcontext()), strict=True):
+            with context:
+                each(input_ids=ids, labels=ids).loss.backward()
+    gradients = whole({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_equal_gradients(gradients, {name: p.grad for name, p in reference.named_parameters()})
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def double_norms(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.grad = layer.self_attn.q_norm.weight.grad * 2
+
+
+@pytest.mark.parametrize("change", [clip, double_norms])
+def test_changes_of_gradients_between_two_backwards_are_kept(change: Callable[[nn.Module], Any]) -> None:
+    KIND.run(change_between_two_backwards, 2, change)
+
+
+def test_changes_that_are_lost_are_noticed() -> None:
+    with patch.object(Lift, "return_sums", lambda self, parameters: None), pytest.raises(Exception, match="gradient"):
+        KIND.run(change_between_two_backwards, 2, clip)
+
+
 def test_a_missing_sum_over_the_ranks_is_noticed() -> None:
     with patch.object(Lift, "_sum_aligned", lambda self, parameters: None), pytest.raises(Exception, match="step 1"):
         check("tp2, qwen3")
 
 
 def test_a_sum_in_place_is_noticed() -> None:
+    """Unless summands are made of sums again, a second backward would add to sums, and the ranks would sum them up."""
+
     def set_in_place(parameter: Any, local: Tensor) -> None:
         parameter.grad.to_local().copy_(local)
 
-    with patch.object(tensor_parallel, "_set_gradient", set_in_place), pytest.raises(Exception, match="gradient"):
+    with (
+        patch.object(tensor_parallel, "_set_gradient", set_in_place),
+        patch.object(Lift, "return_sums", lambda self, parameters: None),
+        pytest.raises(Exception, match="gradient"),
+    ):
         KIND.run(train_on_two_halves, 2, 3)
 
 

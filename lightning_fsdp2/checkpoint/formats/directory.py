@@ -58,6 +58,7 @@ from lightning_fsdp2.checkpoint.files.storage import (
 from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_sharded, unflatten
 from lightning_fsdp2.checkpoint.stored_shards import PiecewiseTensor, describe_shards, get_first_rows, is_unusual
 from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank
+from lightning_fsdp2.ranks.pieces import without_uneven_axis
 
 FORMAT_VERSION = 3
 """Version of the written format. Version 1 had no checksums, version 2 had one per file. Later versions are refused."""
@@ -466,7 +467,7 @@ def _make_target(
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
     if not is_plain and meshes and len(entry.size) > 0:
         # The model has no such tensor, but a hook may rename the key later. Read the smallest shards to save memory.
-        # `load_model_state` moves these shards to the mesh of the renamed parameter.
-        mesh = max(meshes, key=DeviceMesh.size)
+        # `load_model_state` shards the tensor again, like the parameter that gets it.
+        mesh = without_uneven_axis(max(meshes, key=DeviceMesh.size))
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)

@@ -285,7 +285,7 @@ def _get_base_models(hf_model: nn.Module) -> list[nn.Module]:
 
 def _check_hidden_states(model: nn.Module, hidden: Tensor, labels: Tensor) -> None:
     if isinstance(hidden, DTensor):
-        raise _make_error(model, "its head is sharded by one of torch's styles; use FSDP2Strategy(tp_size=...) instead")
+        raise _make_error(model, "its head is sharded by one of torch's styles; name this package's styles in tp_plan")
     if hidden.shape[:-1] != labels.shape:
         raise _make_error(
             model, f"its head got positions of shape {tuple(hidden.shape[:-1])}, but labels of {tuple(labels.shape)}"

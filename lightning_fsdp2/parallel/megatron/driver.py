@@ -245,13 +245,17 @@ class Driver:
 
     def _begin_backward(self) -> None:
         if self._has_gradients:
-            self._check_gradients()
+            self._keep_gradients()
         self._in_backward, self._has_reached_a_leaf = True, False
         self.install_raw_parameters()
         self.wrapper.pre_backward()
 
-    def _check_gradients(self) -> None:
-        """Check that another backward may add to the gradients that an earlier backward has already reduced."""
+    def _keep_gradients(self) -> None:
+        """Prepare for another backward, which adds to the gradients that an earlier backward has already reduced.
+
+        Raises:
+            ValueError: If megatron-fsdp would reduce the earlier gradients again.
+        """
         if all(parameter.grad is None for parameter in self._parameters.values()):
             self.clear_gradients()  # the user has cleared `parameter.grad`, but not the buffers
             return
@@ -263,6 +267,8 @@ class Driver:
                 " backwards except the last in `defer_grad_sync`, or under manual optimisation in"
                 " `optimizer.toggle_model(sync_grad=False)`."
             )
+        if self._lift is not None:
+            self._lift.return_sums(self._parameters)
 
     def _end_backward(self) -> None:
         """Reduce the remaining gradients, and make them visible to the optimizer after the last backward of a step."""

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -38,10 +39,10 @@ from lightning_fsdp2.parallel.megatron.tensor_parallel import (
     Lift,
     Part,
     build_tp_first_mesh,
-    check_foreign_styles,
     get_parts,
     install_parts,
 )
+from lightning_fsdp2.ranks.coordination import on_every_rank
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_packed_placements
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, make_dtensor
 
@@ -244,24 +245,25 @@ def apply_megatron_fsdp(
     parts = {} if tp_mesh is None else get_parts(model, tp_mesh)
     attributes = {name: dict(p.__dict__) for name, p in model.named_parameters() if p.__dict__}
     if tp_mesh is not None:
-        check_foreign_styles(model, config)
         install_parts(model, tp_mesh)
     weights = _take_spread_parameters(model, device, parts)
     units = [module for module in model.modules() if isinstance(module, tuple(unit_classes))]
     numels = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    wrap = partial(
+        package.fully_shard_model,
+        model,
+        dp_shard_dim=UNEVEN_SHARD,
+        tp_dim=TENSOR_PARALLEL,
+        fsdp_unit_modules=list(unit_classes),
+        zero_dp_strategy=config.zero_dp_strategy,
+        device=device,
+        mixed_precision_policy=_build_precision_policy(package, config),
+        **options,
+    )
     with without_metrics(model):
-        wrapper = package.fully_shard_model(
-            model,
-            dp_shard_dim=UNEVEN_SHARD,
-            tp_dim=TENSOR_PARALLEL,
-            fsdp_unit_modules=list(unit_classes),
-            zero_dp_strategy=config.zero_dp_strategy,
-            device=device,
-            mixed_precision_policy=_build_precision_policy(package, config),
-            **options,
-        )
+        wrapper = on_every_rank(wrap)  # it may refuse the rows that some ranks get
         driver = Driver(wrapper, None if tp_mesh is None else Lift(device_mesh, parts))
-    if config.zero_dp_strategy == 3:
+    if config.zero_dp_strategy >= 2 and numels:
         # By default, megatron-fsdp up to 0.6.1 gathers at least 5e8 elements ahead, which is all of most models.
         # Gather one unit ahead instead, and reduce gradients when those of two units are waiting.
         wrapper.suggested_AG_prefetch_size = sum(numels) // len(numels)
@@ -284,10 +286,12 @@ def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPCo
                 f"{name}={value!r}: megatron-fsdp {_get_version()} has no such option; leave the option out, or install"
                 f" a version that has it: {_INSTALL}."
             )
-    shards = dist.get_process_group_ranks(get_mesh(device_mesh, DP_SHARD_CP).get_group())
-    # NCCL runs the collectives of a group in order, so in a common group, all-gathers would wait for reduce-scatters
-    gathers = get_extra_group(device_mesh, "all-gathers of Megatron-FSDP", shards)
-    options |= {"fsdp_group_ag": gathers, "expt_fsdp_group_ag": gathers}
+    if "fsdp_group_ag" in known and config.zero_dp_strategy > 0:
+        shards = dist.get_process_group_ranks(get_mesh(device_mesh, DP_SHARD_CP).get_group())
+        # NCCL runs the collectives of a group in order, so in a common group, all-gathers would wait for
+        # reduce-scatters
+        gathers = get_extra_group(device_mesh, "all-gathers of Megatron-FSDP", shards)
+        options |= {"fsdp_group_ag": gathers, "expt_fsdp_group_ag": gathers}
     mesh = _build_wrapper_mesh(device_mesh)
     # megatron-fsdp looks up parameters with ".experts." in their names in the mesh of expert parallelism
     options |= {"device_mesh": mesh, "expt_device_mesh": mesh}

@@ -92,8 +92,8 @@ def _check_all_matched(models: list[MatchedModel]) -> None:
         if model.unmatched and not model.matched_layers and not model.is_given:
             raise ValueError(
                 f"tp_size: the tensor parallel plan of {type(model.module).__name__} shards nothing in its layers: it"
-                f" names {model.unmatched[0]!r}, which the model does not have. Pass a plan that matches the model as"
-                " FSDP2Config(tp_plan={...}), or use tp_size=1."
+                f" names {model.unmatched[0]!r}, which the model does not have. Pass a plan that matches the model in"
+                " the config, as tp_plan={...}, or use tp_size=1."
             )
     given = [model for model in models if model.is_given]
     found = {pattern for model in given for pattern in model.matched}

@@ -183,7 +183,7 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
     names = {name for name, module in model.named_modules() if module is parts.head}
     if not set(own) - names:  # a class with a head always has an entry for the head, which alone shards no layers
         raise NoPlanError(
-            f"{type(model).__name__} has no tensor parallel plan. Give a plan as FSDP2Config(tp_plan={{...}}), from"
+            f"{type(model).__name__} has no tensor parallel plan. Give a plan in the config, as tp_plan={{...}}, from"
             " module names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
             " 'model.layers.*.self_attn.o_proj': 'rowwise'}. Or register a plan for the class with"
             " lightning_fsdp2.parallel.tensor.plans.register_tp_plan; an empty plan keeps a helper model whole on every"

@@ -1,5 +1,6 @@
 """Tensor parallel models under Megatron-FSDP in plain torch loops: what ranks compute with, send and save."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -211,5 +212,46 @@ def test_a_save_and_a_load_gather_no_tensor(tmp_path: Path) -> None:
             read, read_optimizer = parallelize(other, OPTIMIZER(other.parameters()))
             load_checkpoint(tmp_path / "a.ckpt", read, read_optimizer)
         torch.testing.assert_close(whole(dict(other.named_parameters())), expected, rtol=0, atol=0)
+
+    KIND.run(run, 4)
+
+
+class Holds(nn.Module):
+    """A model in an attribute of a given name."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__()
+        self.add_module(attribute, make_causal_lm(QWEN3))
+
+
+def rename_attribute(name: str) -> str:
+    return name.replace("hf.", "net.")
+
+
+def exchange_projections(name: str) -> str:
+    old, new = "gate_proj", "up_proj"
+    return name.replace(old, new) if old in name else name.replace(new, old)
+
+
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(("attribute", "rename"), [("net", rename_attribute), ("hf", exchange_projections)])
+def test_a_hook_may_rename_weights(attribute: str, rename: Callable[[str], str], tp_size: int, tmp_path: Path) -> None:
+    """Weights of unknown names have even shards, and those of equally large weights may have other rows."""
+
+    def rename_all(module: nn.Module, state: dict[str, Any], *args: Any) -> None:
+        renamed = {rename(name): state.pop(name) for name in list(state)}
+        state |= renamed
+
+    def run() -> None:
+        config = MegatronFSDPConfig()
+        manager = MegatronFSDPManager(config, create_device_mesh(config, tp_size=tp_size))
+        saved, loaded = Holds("hf"), Holds(attribute)
+        wrappers = [manager.parallelize(module)[0] for module in (saved, loaded)]
+        save_checkpoint(tmp_path / "a.ckpt", wrappers[0])
+        loaded.register_load_state_dict_pre_hook(rename_all)
+        load_checkpoint(tmp_path / "a.ckpt", wrappers[1])
+        actual = whole(dict(loaded.named_parameters()))
+        for name, weight in whole(dict(saved.named_parameters())).items():
+            assert torch.equal(actual[rename(name)], weight), name
 
     KIND.run(run, 4)

@@ -216,7 +216,7 @@ def test_without_any_plan_the_error_says_what_to_write() -> None:
             get_plan(find_parts(model), option)
         message = str(raised.value)
         assert message.startswith(f"{type(model).__name__} has no tensor parallel plan")
-        for remedy in ("FSDP2Config(tp_plan={", "'colwise'", "'rowwise'", "register_tp_plan", "tp_size=1"):
+        for remedy in ("in the config, as tp_plan={", "'colwise'", "'rowwise'", "register_tp_plan", "tp_size=1"):
             assert remedy in message
     with pytest.raises(NoPlanError, match="Sequential has no tensor parallel plan"):
         get_plan(find_parts(nn.Sequential(nn.Linear(2, 2))))
