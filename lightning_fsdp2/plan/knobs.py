@@ -1,17 +1,17 @@
 """Settings, such as parallel sizes and micro-batch sizes, that a plan may vary without changing the training."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
-from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.config import DistributedConfig, FSDP2Config
 from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.models import CausalLM
 
 _SIZES = {"dp_replicate": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size"}
-_FLAGS = ("activation_checkpointing", "sequence_parallel", "loss_parallel", "offload_policy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class Knobs:
     dp_replicate: int
     tp: int
     cp: int
-    activation_checkpointing: str | bool
-    sequence_parallel: bool
-    loss_parallel: bool
-    offload_policy: bool
+
+    config: DistributedConfig = field(hash=False)
+    """Flags of the strategy. Some of their values, such as dicts, have no hash."""
+
     loss: str | None
     """Option ``loss`` of a :class:`~lightning_fsdp2.CausalLM`; None for other modules."""
 
@@ -42,6 +42,10 @@ class Knobs:
         """Number of samples in a step, over all ranks."""
         return self.dp * self.batch_size * self.accumulation
 
+    def with_flags(self, **flags: Any) -> "Knobs":
+        """Return a copy of these settings with other values for some flags of the strategy."""
+        return replace(self, config=replace(self.config, **flags))
+
 
 def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_nodes: int, accumulation: int) -> Knobs:
     """Read the current settings of a run.
@@ -52,16 +56,12 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
     """
     strategy = trainer.strategy
     sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
-    config = strategy.config
     return Knobs(
         dp=sizes.dp,
         dp_replicate=sizes.dp_replicate,
         tp=sizes.tp,
         cp=sizes.cp,
-        activation_checkpointing="full" if config.activation_checkpointing is True else config.activation_checkpointing,
-        sequence_parallel=getattr(config, "sequence_parallel", False),
-        loss_parallel=getattr(config, "loss_parallel", False),
-        offload_policy=getattr(config, "offload_policy", None) is not None,
+        config=strategy.config,
         loss=module.loss if isinstance(module, CausalLM) else None,
         batch_size=get_batch_size(batch),
         accumulation=accumulation,
@@ -71,14 +71,10 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
 def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
     """Apply settings to the trainer and the module in place, and return ``batch`` resized to ``knobs.batch_size``."""
     strategy = trainer.strategy
-    if isinstance(strategy.config, FSDP2Config):
+    strategy.config = knobs.config
+    if isinstance(knobs.config, FSDP2Config):
         sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
         strategy.asked_sizes = ParallelSizes(**sizes)
-        flags = {name: getattr(knobs, name) for name in _FLAGS[:-1]}
-        policy = (strategy.config.offload_policy or True) if knobs.offload_policy else None
-        strategy.config = replace(strategy.config, **flags, offload_policy=policy)
-    else:
-        strategy.config = replace(strategy.config, activation_checkpointing=knobs.activation_checkpointing)
     if knobs.loss is not None:
         module.loss = knobs.loss
     trainer.accumulate_grad_batches = knobs.accumulation
@@ -108,19 +104,11 @@ def get_sequence_length(batch: Any) -> int | None:
     return tokens.size(-1) if isinstance(tokens, Tensor) else None
 
 
-def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
-    """Return the settings that differ between ``before`` and ``after``, with their values in ``after``.
-
-    ``dp`` is left out, because the other sizes determine it.
-    """
-    names = [field.name for field in fields(Knobs) if field.name != "dp"]
-    return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
-
-
 def describe_differences(before: Knobs, after: Knobs) -> str:
     """Describe the settings that differ, by their names in the YAML and their values in ``after``."""
     names = {**_SIZES, "accumulation": "accumulate_grad_batches"}
-    return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in get_differences(before, after).items())
+    different = {**_get_differences(before, after), **_get_flag_differences(before, after)}
+    return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in different.items())
 
 
 def build_config(
@@ -135,8 +123,7 @@ def build_config(
         names_batch_size: Whether the data module has the option ``batch_size``.
         has_global_batch: Whether the data module has a global batch size, from which it sets the accumulation itself.
     """
-    different = get_differences(before, after)
-    flags = {name: different[name] for name in _FLAGS if name in different}
+    different, flags = _get_differences(before, after), _get_flag_differences(before, after)
     init_args = {option: different[name] for name, option in _SIZES.items() if name in different}
     if init_args:
         init_args = {"dp_size": "auto", **init_args}
@@ -152,3 +139,18 @@ def build_config(
     if "batch_size" in different and names_batch_size:
         config["data"] = {"init_args": {"batch_size": after.batch_size}}
     return config
+
+
+def _get_differences(before: Any, after: Any) -> dict[str, Any]:
+    """Return the fields that differ between two objects of the same dataclass, with their values in ``after``.
+
+    The flags of two Knobs are left out, and so is ``dp``, because the other sizes determine it.
+    """
+    names = [each.name for each in fields(after) if each.name not in ("config", "dp")]
+    return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
+
+
+def _get_flag_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
+    """Return the flags that differ, with values that can be written to a YAML file."""
+    different = _get_differences(before.config, after.config)
+    return {name: True if isinstance(value, CPUOffloadPolicy) else value for name, value in different.items()}

@@ -88,7 +88,7 @@ class Run:
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
         )
-        if knobs.offload_policy:
+        if getattr(knobs.config, "offload_policy", None) is not None:
             simulation = replace(simulation, recording=without_offloaded(simulation.recording))
         return batch, simulation
 

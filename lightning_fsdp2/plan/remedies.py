@@ -28,8 +28,7 @@ def find_changes(
     Changes that make the run fit come first, ordered by step time. Changes that are not enough follow, ordered by
     memory.
     """
-    shards = isinstance(run.trainer.strategy.config, FSDP2Config)
-    remedies = [other for other in _list_remedies(knobs, shards=shards, per_node=run.device.per_node) if other != knobs]
+    remedies = [other for other in _list_remedies(knobs, per_node=run.device.per_node) if other != knobs]
     changes, memory = [], run.device.memory
     tasks = [partial(get_result_or_refusal, partial(run.plan_rank, remedy, 0)) for remedy in remedies]
     for done, (number, planned) in enumerate(run_in_processes(tasks, processes=processes), start=1):
@@ -53,25 +52,28 @@ def find_changes(
     return [*fitting, *others][:_SUGGESTIONS]
 
 
-def _list_remedies(knobs: Knobs, *, shards: bool, per_node: int) -> Iterator[Knobs]:
+def _list_remedies(knobs: Knobs, *, per_node: int) -> Iterator[Knobs]:
     """Yield variants of ``knobs`` that leave the training unchanged but may need less memory."""
+    config = knobs.config
     for amount in ("selective", "full"):
-        yield replace(knobs, activation_checkpointing=amount)
+        yield knobs.with_flags(activation_checkpointing=amount)
     if knobs.loss == "full":
-        yield replace(knobs, loss="chunked", loss_parallel=False)
+        chunked = replace(knobs, loss="chunked")
+        yield chunked.with_flags(loss_parallel=False) if isinstance(config, FSDP2Config) else chunked
     if knobs.batch_size % 2 == 0:
         yield replace(knobs, batch_size=knobs.batch_size // 2, accumulation=2 * knobs.accumulation)
-    if not shards:
+    if not isinstance(config, FSDP2Config):
         return
     if knobs.tp > 1:
-        yield replace(knobs, sequence_parallel=True)
+        yield knobs.with_flags(sequence_parallel=True)
         if knobs.loss != "chunked":
-            yield replace(knobs, loss_parallel=True)
+            yield knobs.with_flags(loss_parallel=True)
     if knobs.dp_replicate > 1:
         yield replace(knobs, dp_replicate=1)
     if knobs.dp % (2 * knobs.dp_replicate) == 0:
         halved = replace(knobs, dp=knobs.dp // 2, accumulation=2 * knobs.accumulation)
         if 2 * knobs.tp <= per_node:
-            yield replace(halved, tp=2 * knobs.tp, sequence_parallel=True)
+            yield replace(halved, tp=2 * knobs.tp).with_flags(sequence_parallel=True)
         yield replace(halved, cp=2 * knobs.cp)
-    yield replace(knobs, offload_policy=True)
+    if config.offload_policy is None:
+        yield knobs.with_flags(offload_policy=True)

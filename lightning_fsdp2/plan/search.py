@@ -166,11 +166,12 @@ def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterato
                 dp_replicate=replicate,
                 tp=tp,
                 cp=cp,
+                batch_size=1,
+                accumulation=knobs.samples // dp,
+            ).with_flags(
                 activation_checkpointing=False,
                 sequence_parallel=tp > 1,
                 loss_parallel=tp > 1 and knobs.loss != "chunked",
-                batch_size=1,
-                accumulation=knobs.samples // dp,
             )
 
 
@@ -185,8 +186,8 @@ def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
         if larger > _LARGEST_MICRO_BATCH or layout.accumulation % 2:
             return None
         return replace(layout, batch_size=larger, accumulation=layout.accumulation // 2)
-    more = _RECOMPUTATIONS[_RECOMPUTATIONS.index(layout.activation_checkpointing) + 1 :]
-    return replace(layout, activation_checkpointing=more[0]) if more else None
+    more = _RECOMPUTATIONS[_RECOMPUTATIONS.index(layout.config.activation_checkpointing) + 1 :]
+    return layout.with_flags(activation_checkpointing=more[0]) if more else None
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

@@ -73,7 +73,7 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
 
 
 def _describe_layout(knobs: Knobs) -> str:
-    amount = knobs.activation_checkpointing
+    amount = knobs.config.activation_checkpointing
     sizes = {"replicas": knobs.dp_replicate, "shards": knobs.dp // knobs.dp_replicate, "cp": knobs.cp, "tp": knobs.tp}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return ", ".join([TIMES.join(parts) or "1 rank", f"{amount} AC" if amount else "no AC"])
