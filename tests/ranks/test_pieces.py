@@ -166,12 +166,17 @@ def assert_saved(described: PiecewiseTensor, tensor: DTensor, rows: int) -> None
     assert torch.equal(whole, WHOLE[:rows])
 
 
-def test_a_tensor_without_elements_needs_no_description_and_copies_share_the_writing() -> None:
+@pytest.mark.parametrize(
+    ("shape", "last"), [((2, 1, 1), Shard(0)), ((1, 1, 2), Replicate())], ids=["replicas", "zero 0"]
+)
+def test_a_tensor_without_elements_needs_no_description_and_copies_share_the_writing(
+    shape: tuple[int, ...], last: Any
+) -> None:
     def run() -> int:
-        mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp_replicate", "tensor_parallel", UNEVEN_SHARD))
-        empty = make_dtensor(torch.zeros(0, 4), mesh, [Replicate(), Replicate(), Shard(0)], torch.Size((0, 4)))
-        assert not is_unusual(empty)
-        tensor = make_dtensor(WHOLE.clone(), mesh, [Replicate(), Replicate(), Shard(0)], WHOLE.shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "tensor_parallel", UNEVEN_SHARD))
+        placements = [Replicate(), Replicate(), last]
+        assert not is_unusual(make_dtensor(torch.zeros(0, 4), mesh, placements, torch.Size((0, 4))))
+        tensor = make_dtensor(WHOLE.clone(), mesh, placements, WHOLE.shape)
         return describe_shards(tensor).get_written_bytes()
 
     assert sum(run_ranks(run, 2)) == WHOLE.nbytes

@@ -248,9 +248,23 @@ def find_misaligned(module: Any) -> list[str]:
     return [name for name, is_aligned in lift._is_aligned.items() if not is_aligned]
 
 
-@pytest.mark.parametrize("zero_dp_strategy", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))])
-def test_gradients_whose_rows_lie_elsewhere_on_other_ranks_add_up(zero_dp_strategy: int) -> None:
-    model = {**MODELS["qwen3"], "intermediate_size": 31}
+ODD = {"intermediate_size": 31}
+ODD_ON_SOME = {"intermediate_size": 17, "hidden_size": 16, "head_dim": 64}
+"""On three data parallel ranks, only some of them hold rows that lie elsewhere on other tensor parallel ranks."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "zero_dp_strategy"),
+    [
+        (ODD, 4, 3),
+        *(pytest.param(ODD, 4, zero, marks=pytest.mark.slow) for zero in (0, 1, 2)),
+        pytest.param(ODD_ON_SOME, 6, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_whose_rows_lie_elsewhere_on_other_ranks_add_up(
+    sizes: dict[str, int], ranks: int, zero_dp_strategy: int
+) -> None:
+    model = {**MODELS["qwen3"], **sizes}
     flags = {"tp_plan": ODD_PLAN, "zero_dp_strategy": zero_dp_strategy}
     misaligned: list[str] = []
 
@@ -269,5 +283,5 @@ def test_gradients_whose_rows_lie_elsewhere_on_other_ranks_add_up(zero_dp_strate
         check_parity(replace(case, make_module=make_module, make_model=partial(make_causal_lm, model)))
         return misaligned
 
-    for names in KIND.run(run, 4):
+    for names in KIND.run(run, ranks):
         assert bool(names) is (zero_dp_strategy > 0)
