@@ -16,6 +16,7 @@ from helpers.cases import make_case
 from helpers.family_parity import measure_parity
 from helpers.lora import (
     FAMILIES,
+    LORA,
     assert_equal_tensors,
     get_logits,
     make_plain,
@@ -234,28 +235,30 @@ def test_moving_averages_are_those_of_one_process_and_are_resumed(ranks: int, tm
 
 
 @pytest.mark.parametrize(
-    ("family", "by_shards", "ranks"),
+    ("family", "by_shards", "ranks", "rank_of_adapters"),
     [
-        ("gpt2", False, 2),
-        *(pytest.param(f, by_shards, 4, marks=pytest.mark.slow) for f in FAMILIES for by_shards in (False, True)),
+        ("gpt2", False, 2, 4),
+        *(pytest.param(f, by_shards, 4, 4, marks=pytest.mark.slow) for f in FAMILIES for by_shards in (False, True)),
+        pytest.param("gpt2", True, 4, 3, marks=pytest.mark.slow),  # the ranks do not divide it
     ],
 )
 def test_adapters_are_those_of_one_process_and_are_exported(
-    family: str, by_shards: bool, ranks: int, tmp_path: Path
+    family: str, by_shards: bool, ranks: int, rank_of_adapters: int, tmp_path: Path
 ) -> None:
     base = save_base(tmp_path / "base", family)
+    lora = {**LORA, **FAMILIES[family], "r": rank_of_adapters}
 
     def run() -> None:
         modules: list[CausalLM] = []
 
         def make() -> CausalLM:
-            modules.append(make_adapted(base, family))
+            modules.append(make_adapted(base, family, lora=lora))
             return modules[0]
 
         flags = {"config": MegatronFSDPConfig(init_fsdp_with_meta_device=by_shards, **SP)}
         case = Case(
             make_module=make,
-            make_model=lambda: make_plain(base, family),
+            make_model=lambda: make_plain(base, family, lora=lora),
             loss=token_sum_loss,
             batches=make_token_batches(12),
             strategy={"tp_size": 2, **flags},
@@ -270,7 +273,7 @@ def test_adapters_are_those_of_one_process_and_are_exported(
             return
         expected = train_alone(case, actual.initial, ranks // 2)
         assert_equal_runs(actual, expected)
-        model: Any = make_plain(base, family)
+        model: Any = make_plain(base, family, lora=lora)
         model.load_state_dict(actual.weights, strict=False)
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
         torch.testing.assert_close(get_logits(loaded), get_logits(model), rtol=0, atol=0)
