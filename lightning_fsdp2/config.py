@@ -431,6 +431,11 @@ FLAGS_OF_A_RUN = (
 """Flags that do not change the module. A later Trainer may change them for a module that is already sharded."""
 
 
+def spell_alike(config: DistributedConfig) -> DistributedConfig:
+    """Return ``config`` with the word "full" for ``activation_checkpointing=True``, which means the same."""
+    return replace(config, activation_checkpointing="full") if config.activation_checkpointing is True else config
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Flags):
     """Options for writing and reading checkpoints under a strategy.

@@ -1,13 +1,13 @@
 """Settings, such as parallel sizes and micro-batch sizes, that a plan may vary without changing the training."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
-from lightning_fsdp2.config import DistributedConfig, FSDP2Config
+from lightning_fsdp2.config import DistributedConfig, FSDP2Config, spell_alike
 from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.models import CausalLM
 
@@ -24,9 +24,8 @@ class Knobs:
     dp_replicate: int
     tp: int
     cp: int
-
-    config: DistributedConfig = field(hash=False)
-    """Flags of the strategy. Some of their values, such as dicts, have no hash."""
+    config: DistributedConfig
+    """Config of the strategy, with the flags."""
 
     loss: str | None
     """Option ``loss`` of a :class:`~lightning_fsdp2.CausalLM`; None for other modules."""
@@ -43,7 +42,7 @@ class Knobs:
         return self.dp * self.batch_size * self.accumulation
 
     def with_flags(self, **flags: Any) -> "Knobs":
-        """Return a copy of these settings with other values for some flags of the strategy."""
+        """Return these settings with other values of ``flags`` in the config."""
         return replace(self, config=replace(self.config, **flags))
 
 
@@ -61,7 +60,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
         dp_replicate=sizes.dp_replicate,
         tp=sizes.tp,
         cp=sizes.cp,
-        config=strategy.config,
+        config=spell_alike(strategy.config),
         loss=module.loss if isinstance(module, CausalLM) else None,
         batch_size=get_batch_size(batch),
         accumulation=accumulation,
@@ -73,8 +72,7 @@ def apply_knobs(knobs: Knobs, trainer: Any, module: Any, batch: Any) -> Any:
     strategy = trainer.strategy
     strategy.config = knobs.config
     if isinstance(knobs.config, FSDP2Config):
-        sizes = {option: getattr(knobs, name) for name, option in _SIZES.items()}
-        strategy.asked_sizes = ParallelSizes(**sizes)
+        strategy.asked_sizes = ParallelSizes(**{option: getattr(knobs, name) for name, option in _SIZES.items()})
     if knobs.loss is not None:
         module.loss = knobs.loss
     trainer.accumulate_grad_batches = knobs.accumulation
@@ -104,11 +102,25 @@ def get_sequence_length(batch: Any) -> int | None:
     return tokens.size(-1) if isinstance(tokens, Tensor) else None
 
 
+def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
+    """Return the settings and flags that differ between ``before`` and ``after``, with their values in ``after``."""
+    old, new = _get_settings(before), _get_settings(after)
+    return {name: value for name, value in new.items() if value != old[name]}
+
+
+def _get_settings(knobs: Knobs) -> dict[str, Any]:
+    """Return the settings and flags by name. ``dp`` is left out, because the other sizes determine it."""
+    sizes = {name: getattr(knobs, name) for name in _SIZES}
+    flags = knobs.config.to_dict()
+    # the config stores a policy for True; a plan turns offloading on, but changes no policy
+    flags |= {name: True for name, value in flags.items() if isinstance(value, CPUOffloadPolicy)}
+    return {**sizes, **flags, "loss": knobs.loss, "batch_size": knobs.batch_size, "accumulation": knobs.accumulation}
+
+
 def describe_differences(before: Knobs, after: Knobs) -> str:
     """Describe the settings that differ, by their names in the YAML and their values in ``after``."""
     names = {**_SIZES, "accumulation": "accumulate_grad_batches"}
-    different = {**_get_differences(before, after), **_get_flag_differences(before, after)}
-    return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in different.items())
+    return ", ".join(f"{names.get(name, name)}={value!r}" for name, value in get_differences(before, after).items())
 
 
 def build_config(
@@ -123,7 +135,8 @@ def build_config(
         names_batch_size: Whether the data module has the option ``batch_size``.
         has_global_batch: Whether the data module has a global batch size, from which it sets the accumulation itself.
     """
-    different, flags = _get_differences(before, after), _get_flag_differences(before, after)
+    different = get_differences(before, after)
+    flags = {name: different[name] for name in after.config.to_dict() if name in different}
     init_args = {option: different[name] for name, option in _SIZES.items() if name in different}
     if init_args:
         init_args = {"dp_size": "auto", **init_args}
@@ -139,18 +152,3 @@ def build_config(
     if "batch_size" in different and names_batch_size:
         config["data"] = {"init_args": {"batch_size": after.batch_size}}
     return config
-
-
-def _get_differences(before: Any, after: Any) -> dict[str, Any]:
-    """Return the fields that differ between two objects of the same dataclass, with their values in ``after``.
-
-    The flags of two Knobs are left out, and so is ``dp``, because the other sizes determine it.
-    """
-    names = [each.name for each in fields(after) if each.name not in ("config", "dp")]
-    return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
-
-
-def _get_flag_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
-    """Return the flags that differ, with values that can be written to a YAML file."""
-    different = _get_differences(before.config, after.config)
-    return {name: True if isinstance(value, CPUOffloadPolicy) else value for name, value in different.items()}

@@ -1,6 +1,7 @@
 """Suggested changes for a run that does not fit into memory. Each change is planned before it is suggested."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,15 +55,14 @@ def find_changes(
 
 def _list_remedies(knobs: Knobs, *, per_node: int) -> Iterator[Knobs]:
     """Yield variants of ``knobs`` that leave the training unchanged but may need less memory."""
-    config = knobs.config
     for amount in ("selective", "full"):
         yield knobs.with_flags(activation_checkpointing=amount)
     if knobs.loss == "full":
         chunked = replace(knobs, loss="chunked")
-        yield chunked.with_flags(loss_parallel=False) if isinstance(config, FSDP2Config) else chunked
+        yield chunked.with_flags(loss_parallel=False) if isinstance(knobs.config, FSDP2Config) else chunked
     if knobs.batch_size % 2 == 0:
         yield replace(knobs, batch_size=knobs.batch_size // 2, accumulation=2 * knobs.accumulation)
-    if not isinstance(config, FSDP2Config):
+    if not isinstance(knobs.config, FSDP2Config):
         return
     if knobs.tp > 1:
         yield knobs.with_flags(sequence_parallel=True)
@@ -75,5 +75,6 @@ def _list_remedies(knobs: Knobs, *, per_node: int) -> Iterator[Knobs]:
         if 2 * knobs.tp <= per_node:
             yield replace(halved, tp=2 * knobs.tp).with_flags(sequence_parallel=True)
         yield replace(halved, cp=2 * knobs.cp)
-    if config.offload_policy is None:
-        yield knobs.with_flags(offload_policy=True)
+    if knobs.config.offload_policy is None:
+        with suppress(ValueError):  # the config refuses this for a backend without collectives for CPU tensors
+            yield knobs.with_flags(offload_policy=True)

@@ -160,15 +160,10 @@ def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterato
         if rest or knobs.samples % dp:
             continue
         for replicate in sorted({1, run.nodes} if dp % run.nodes == 0 and dp > run.nodes else {1}):
-            yield replace(
-                knobs,
-                dp=dp,
-                dp_replicate=replicate,
-                tp=tp,
-                cp=cp,
-                batch_size=1,
-                accumulation=knobs.samples // dp,
-            ).with_flags(
+            layout = replace(
+                knobs, dp=dp, dp_replicate=replicate, tp=tp, cp=cp, batch_size=1, accumulation=knobs.samples // dp
+            )
+            yield layout.with_flags(
                 activation_checkpointing=False,
                 sequence_parallel=tp > 1,
                 loss_parallel=tp > 1 and knobs.loss != "chunked",
@@ -207,9 +202,9 @@ def simulate_all(
 
     The result is a summary, or the reason for a refusal, or None if there was no time to simulate the layout.
     """
-    known = {layout: result for layout in layouts if cache and (result := cache.get(layout)) is not None}
-    yield from known.items()
-    missing = [layout for layout in layouts if layout not in known]
+    cached = [(layout, cache.get(layout) if cache else None) for layout in layouts]
+    yield from ((layout, result) for layout, result in cached if result is not None)
+    missing = [layout for layout, result in cached if result is None]
     tasks = [partial(_try, run, layout, further, end) for layout in missing for further in (0, 1)]
     halves: dict[int, Any] = {}
     for done, (number, result) in enumerate(run_in_processes(tasks, processes=processes), start=1):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp2.config import FLAGS_OF_A_RUN, DistributedConfig
+from lightning_fsdp2.config import FLAGS_OF_A_RUN, DistributedConfig, spell_alike
 from lightning_fsdp2.parallel.data.branches import check_branches
 from lightning_fsdp2.strategies.parts.world import World
 
@@ -94,7 +94,4 @@ def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict
 
 
 def _get_flags(config: DistributedConfig) -> dict[str, Any]:
-    flags = {name: value for name, value in config.to_dict().items() if name not in FLAGS_OF_A_RUN}
-    if flags["activation_checkpointing"] is True:
-        flags["activation_checkpointing"] = "full"
-    return flags
+    return {name: value for name, value in spell_alike(config).to_dict().items() if name not in FLAGS_OF_A_RUN}
