@@ -90,7 +90,6 @@ def measure_parity(family: str, layout: str) -> float:
 
 REFUSED = {
     "gemma4": "cannot be sharded",
-    "cohere_compass_text": "sequence_parallel=True is not possible for",
     "inkling2_text": "sequence_parallel=True is not possible for",
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""

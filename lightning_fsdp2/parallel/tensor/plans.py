@@ -111,9 +111,12 @@ def get_layer_traits(parts: ModelParts) -> LayerTraits:
 
 
 def _has_deepstack(parts: ModelParts) -> bool:
-    """Return whether the model adds image features to the hidden states between its layers (DeepStack)."""
-    forwards = [signature(module.forward).parameters for module in parts.hf_models]
-    return any(name.startswith("deepstack_") for parameters in forwards for name in parameters)
+    """Return whether the model sees images and adds their features to hidden states between its layers (DeepStack).
+
+    A language model alone can take such features too, but does not make them.
+    """
+    names = {name for module in parts.hf_models for name in signature(module.forward).parameters}
+    return "pixel_values" in names and any(name.startswith("deepstack_") for name in names)
 
 
 def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> ParallelStyle:
