@@ -8,14 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.formats.directory import read_directory
 from lightning_fsdp2.checkpoint.formats.single_file import read_file
 from lightning_fsdp2.checkpoint.frozen import LeftOut, put_back_frozen
-from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_like
+from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_all_like, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import has_own_loading, is_of_torch
 from lightning_fsdp2.modules.structure import get_class_name, get_modules
@@ -95,9 +94,9 @@ def load_model_state(
     own = model.state_dict()
     if not strict and not _may_leave_out(model):
         state = _take_what_fits(path, own, state)
-    sharded = {name: shard_like(value, own.get(name)) for name, value in state.items()}
+    sharded = shard_all_like(state, own)
     try:
-        with _shard_renamed(model, sharded):
+        with _shard_renamed(model, dict(sharded)):
             model.load_state_dict(sharded, strict=strict)
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):  # raised by a user's hook
@@ -148,7 +147,7 @@ def _shard_renamed(model: nn.Module, read: dict[str, Any]) -> Iterator[None]:
     def shard(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
-            if isinstance(value, DTensor) and value is not read.get(prefix + name):
+            if isinstance(value, Tensor) and value is not read.get(prefix + name):
                 # uneven shards may have other rows, even if their mesh and placements are those of the parameter
                 state[prefix + name] = shard_like(gather(value) if is_uneven(value) else value, parameter)
 

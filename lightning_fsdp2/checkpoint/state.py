@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from lightning_fsdp2.checkpoint.stored_shards import is_unusual
 from lightning_fsdp2.compat.torch import get_shard, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
+from lightning_fsdp2.ranks.coordination import gather_objects
 from lightning_fsdp2.ranks.failures import list_names
+from lightning_fsdp2.ranks.pieces import is_uneven
 from lightning_fsdp2.ranks.whole_tensors import gather, reshard_like
 
 _NO_OPTIONS = {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -75,10 +77,11 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
         for group, own in zip(current, hyper_parameters, strict=True)
     ]
     saved_state = dict(state.get("state", {}))
+    own_state = {number: saved_state.pop(name) for number, name in names.items() if name in saved_state}
+    flat = {(number, key): value for number, entry in own_state.items() for key, value in entry.items()}
+    sharded = shard_all_like(flat, {path: parameters[names[path[0]]] for path in flat})
     values: dict[Any, Any] = {
-        number: {key: shard_like(value, parameters[name]) for key, value in saved_state.pop(name).items()}
-        for number, name in names.items()
-        if name in saved_state
+        number: {key: sharded[number, key] for key in entry} for number, entry in own_state.items()
     }
     values |= {key: value for key, value in saved_state.items() if key not in parameters}
     optimizer.load_state_dict({**state, "state": values, "param_groups": groups})
@@ -102,6 +105,21 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
         groups.append({**group, "params": [numbers[name] for name in group["params"]]})
     values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
     return {**state, "state": values, "param_groups": groups}
+
+
+def shard_all_like(values: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Apply :func:`shard_like` to all values and the tensors in ``own`` that have the same keys, if there are any.
+
+    Every rank must call this function. A value that was read for another name may have uneven shards of other rows than
+    the tensor in ``own``, even if mesh and placements are equal.
+    """
+    uneven = [key for key, value in values.items() if is_uneven(value) and is_uneven(own.get(key))]
+    rows = [(values[key].to_local().size(0), own[key].to_local().size(0)) for key in uneven]
+    everywhere = gather_objects(rows) if uneven else []
+    moved = {
+        key for key, *pairs in zip(uneven, *everywhere, strict=True) if any(theirs != ours for theirs, ours in pairs)
+    }
+    return {key: shard_like(gather(value) if key in moved else value, own.get(key)) for key, value in values.items()}
 
 
 def shard_like(value: Any, own: Any) -> Any:

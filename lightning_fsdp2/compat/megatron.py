@@ -44,6 +44,22 @@ def abandon_backward(wrapper: Any) -> None:
     wrapper.synchronize_param_gather()
 
 
+def get_gradient_buffer(wrapper: Any, parameter: Any) -> Tensor:
+    """Return the flat memory in which backwards add up this rank's part of a parameter's gradient.
+
+    ``parameter.grad`` may be a copy of it in another dtype.
+
+    Args:
+        wrapper: ``megatron_fsdp.MegatronFSDP``.
+        parameter: Distributed parameter of ``wrapper`` that requires a gradient.
+    """
+    buffer, original = wrapper.param_and_grad_buffer, parameter.orig_param
+    gradients = buffer.parameter_groups[buffer.param_to_param_group[original]].main_grad_buffer
+    is_sharded = wrapper.data_parallel_sharding_strategy != "no_shard"
+    memory: Tensor = gradients.get_item(gradients.param_idx[original], only_shard=is_sharded)
+    return memory
+
+
 def keeps_buffers() -> bool:
     """Return whether a unit of a double-buffered model has the same buffer in forward and in backward.
 

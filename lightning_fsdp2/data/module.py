@@ -201,7 +201,7 @@ class SequenceDataModule(LightningDataModule, ABC):
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
                 "set its eos_token and save it, or use the tokenizer of a causal language model."
             )
-        # The first call of a tokenizer switches off the truncation with which it was saved. This changes its state.
+        # The first call to a tokenizer switches off the truncation with which it was saved. This changes its state.
         # The state is part of the cache key and must be the same in all processes, so the first call is made here.
         tokenizer("", verbose=False)
         return tokenizer

@@ -10,10 +10,10 @@ Most shards are as ``Shard`` describes them. Two kinds are not:
   placement ``Shard(0)``. They are recognised by the special name of their mesh axis, which is the same on all ranks.
   Optimizer states and gradients made from a parameter have this axis too.
 
-FSDP2 uses ``_StridedShard`` too, if later mesh axes shard the same dim: each rank holds one piece, and ``split_factor``
-is the number of shards that the later axes make. Comparing the two numbers tells packed shards apart. The comparison
-fails only on a user's own mesh, if axes after the tensor parallel axis shard the same dim over exactly ``split_factor``
-ranks.
+FSDP2 uses ``_StridedShard`` too, if later mesh axes shard the same dim. But then each rank holds one piece, and
+``split_factor`` is the number of shards that the later axes make. So a shard is packed if its ``split_factor`` differs
+from that number. This rule is wrong only on a user's own mesh, if axes after the tensor parallel axis happen to shard
+the same dim over exactly ``split_factor`` ranks.
 """
 
 import itertools
@@ -55,9 +55,9 @@ def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
 
 def without_uneven_axis(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh of the same ranks and process groups on which all shards are even."""
-    if UNEVEN_SHARD not in (mesh.mesh_dim_names or ()):
+    if mesh.mesh_dim_names is None or UNEVEN_SHARD not in mesh.mesh_dim_names:
         return mesh
-    names = tuple(f"even_{name}" for name in mesh.mesh_dim_names or ())
+    names = tuple("even_shard" if name == UNEVEN_SHARD else name for name in mesh.mesh_dim_names)
     return DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
 

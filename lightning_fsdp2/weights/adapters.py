@@ -63,7 +63,7 @@ def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
     """Map the names of an adapter's tensors in a ``PeftModel`` to their names in the files that peft saves."""
     from peft import get_peft_model_state_dict
 
-    # every name gets a tensor of its own, even if weights are tied, so that a tensor identifies its name
+    # give each name its own tensor, even if weights are tied, so that each tensor leads back to exactly one name
     tensors = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)

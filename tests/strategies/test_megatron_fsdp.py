@@ -410,6 +410,15 @@ def test_a_second_synchronised_backward_is_exact_or_refused() -> None:
     KIND.run(run, WORLD)
 
 
+def test_a_second_synchronised_backward_is_refused_if_gradients_are_summed_in_whole() -> None:
+    def run() -> None:
+        trainer = KIND.make_trainer({"zero_dp_strategy": 0, "calculate_per_token_loss": True})
+        with pytest.raises(ValueError, match="zero_dp_strategy=0 and calculate_per_token_loss=True, "):
+            trainer.fit(ByHand(), make_loader(make_batches(4 * WORLD)))
+
+    KIND.run(run, WORLD)
+
+
 class FailsOnce(Regressor):
     """An error in the middle of the first backward."""
 

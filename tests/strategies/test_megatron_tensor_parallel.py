@@ -31,7 +31,7 @@ from lightning_fsdp2 import (
     defer_grad_sync,
 )
 from lightning_fsdp2.parallel.megatron import tensor_parallel
-from lightning_fsdp2.parallel.megatron.driver import get_driver
+from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.tensor_parallel import Lift
 
 KIND = STRATEGIES["megatron_fsdp"]
@@ -148,6 +148,23 @@ def test_a_family_trains_as_in_one_process(family: str, layout: str) -> None:
 
 # ---------------------------------------------------------------------- sums of partial gradients
 
+ODD_PLAN = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise_gather_output",
+    "model.layers.*.mlp.up_proj": "colwise_gather_output",
+    "model.layers.*.mlp.down_proj": "rowwise_split_input",
+}
+"""For an odd ``intermediate_size``: the tensor parallel ranks' parts of a layer differ in size."""
+
+ODD = {"intermediate_size": 31}
+ODD_ON_SOME = {"intermediate_size": 17, "hidden_size": 16, "head_dim": 64}
+"""On three data parallel ranks, only some of them hold rows that lie elsewhere on other tensor parallel ranks."""
+
 
 def train_on_two_halves(zero_dp_strategy: int) -> None:
     """Two backwards of each step, both synchronised, on Qwen3: each of its ranks has norms of its own heads."""
@@ -174,15 +191,19 @@ def test_two_synchronised_backwards_add_up(zero_dp_strategy: int) -> None:
     KIND.run(train_on_two_halves, 2, zero_dp_strategy)
 
 
-def change_between_two_backwards(change: Callable[[nn.Module], Any]) -> None:
+def change_between_backwards(change: Callable[[nn.Module], Any], zero_dp_strategy: int, flags: dict[str, Any]) -> None:
+    """Change gradients after one backward, and run three others, of which one is not synchronised."""
     torch.manual_seed(0)
-    model = make_causal_lm(MODELS["qwen3"])
+    model = make_causal_lm({**MODELS["qwen3"], **(ODD if flags else {})})
     reference = deepcopy(model)
-    mesh = create_device_mesh(MegatronFSDPConfig(), tp_size=2)
-    called, _ = MegatronFSDPManager(MegatronFSDPConfig(), mesh).parallelize(model, OPTIMIZER(model.parameters()))
+    config = MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy, **flags)
+    mesh = create_device_mesh(config, tp_size=2)
+    called, _ = MegatronFSDPManager(config, mesh).parallelize(model, OPTIMIZER(model.parameters()))
     first, *others = (batch["input_ids"] for batch in make_token_batches(4, ragged=False))
     for each, owner in ((called, model), (reference, reference)):
         each(input_ids=first, labels=first).loss.backward()
+        outputs = each(input_ids=first, output_hidden_states=True)
+        torch.autograd.grad(outputs.logits.sum(), outputs.hidden_states[-1])  # sets no gradients
         change(owner)
         for ids, context in zip(others, (nullcontext(), defer_grad_sync(each), nullcontext()), strict=True):
             with context:
@@ -195,19 +216,35 @@ def clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def double_norms(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.q_norm.weight.grad = layer.self_attn.q_norm.weight.grad * 2
+def double(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 2  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("change", [clip, double_norms])
-def test_changes_of_gradients_between_two_backwards_are_kept(change: Callable[[nn.Module], Any]) -> None:
-    KIND.run(change_between_two_backwards, 2, change)
+def clear_some(model: Any) -> None:
+    for parameter in model.model.layers[0].parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "zero_dp_strategy", "flags"),
+    [
+        (clip, 2, 3, {}),
+        (double, 4, 3, {}),
+        *(pytest.param(change, 4, zero, {}, marks=pytest.mark.slow) for change in (clip, double) for zero in (0, 2)),
+        *(pytest.param(clear_some, 4, zero, {}, marks=pytest.mark.slow) for zero in (0, 2, 3)),
+        *(pytest.param(clip, 4, zero, {"tp_plan": ODD_PLAN}, marks=pytest.mark.slow) for zero in (2, 3)),
+    ],
+)
+def test_changes_of_gradients_between_two_backwards_are_kept(
+    change: Callable[[nn.Module], Any], ranks: int, zero_dp_strategy: int, flags: dict[str, Any]
+) -> None:
+    KIND.run(change_between_backwards, ranks, change, zero_dp_strategy, flags)
 
 
 def test_changes_that_are_lost_are_noticed() -> None:
-    with patch.object(Lift, "return_sums", lambda self, parameters: None), pytest.raises(Exception, match="gradient"):
-        KIND.run(change_between_two_backwards, 2, clip)
+    with patch.object(Driver, "_write_gradients_back"), pytest.raises(Exception, match="gradient"):
+        KIND.run(change_between_backwards, 2, clip, 3, {})
 
 
 def test_a_missing_sum_over_the_ranks_is_noticed() -> None:
@@ -216,41 +253,22 @@ def test_a_missing_sum_over_the_ranks_is_noticed() -> None:
 
 
 def test_a_sum_in_place_is_noticed() -> None:
-    """Unless summands are made of sums again, a second backward would add to sums, and the ranks would sum them up."""
+    """A second backward must add to summands. If it adds to a sum on each rank, the next sum counts this sum twice."""
 
     def set_in_place(parameter: Any, local: Tensor) -> None:
         parameter.grad.to_local().copy_(local)
 
     with (
         patch.object(tensor_parallel, "_set_gradient", set_in_place),
-        patch.object(Lift, "return_sums", lambda self, parameters: None),
+        patch.object(Driver, "_write_gradients_back"),
         pytest.raises(Exception, match="gradient"),
     ):
         KIND.run(train_on_two_halves, 2, 3)
 
 
-ODD_PLAN = {
-    "model.layers.*.self_attn.q_proj": "colwise",
-    "model.layers.*.self_attn.k_proj": "colwise",
-    "model.layers.*.self_attn.v_proj": "colwise",
-    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise_gather_output",
-    "model.layers.*.mlp.up_proj": "colwise_gather_output",
-    "model.layers.*.mlp.down_proj": "rowwise_split_input",
-}
-"""For an odd ``intermediate_size``: the tensor parallel ranks' parts of a layer differ in size."""
-
-
 def find_misaligned(module: Any) -> list[str]:
     lift = get_driver(module)._lift
     return [name for name, is_aligned in lift._is_aligned.items() if not is_aligned]
-
-
-ODD = {"intermediate_size": 31}
-ODD_ON_SOME = {"intermediate_size": 17, "hidden_size": 16, "head_dim": 64}
-"""On three data parallel ranks, only some of them hold rows that lie elsewhere on other tensor parallel ranks."""
 
 
 @pytest.mark.parametrize(

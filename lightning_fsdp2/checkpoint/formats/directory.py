@@ -218,7 +218,9 @@ def read_directory(
     own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
     plain = {("state_dict", name) for name in checkpoint.pop(PLAIN_KEY, ())}
-    targets = {key: _make_target(metadata, key, own, in_place, plain) for key in keys}
+    meshes = [tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)]
+    largest = without_uneven_axis(max(meshes, key=DeviceMesh.size)) if meshes else None
+    targets = {key: _make_target(metadata, key, own, in_place, plain, largest) for key in keys}
     first_rows = get_first_rows(targets.values(), group)
     flat = {
         key: describe_shards(target, first_rows.get(index, 0)) if is_unusual(target) else target
@@ -451,9 +453,17 @@ def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> 
 
 
 def _make_target(
-    metadata: Metadata, key: str, own: dict[str, Tensor], in_place: bool, plain: Collection[tuple[Any, ...]]
+    metadata: Metadata,
+    key: str,
+    own: dict[str, Tensor],
+    in_place: bool,
+    plain: Collection[tuple[Any, ...]],
+    mesh: DeviceMesh | None,
 ) -> Any:
-    """Return a tensor for DCP to read ``key`` into, sharded like the model's tensor. Return None for an object."""
+    """Return a tensor for DCP to read ``key`` into, sharded like the model's tensor. Return None for an object.
+
+    A tensor of a name that the model does not have is sharded over ``mesh``.
+    """
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -463,11 +473,9 @@ def _make_target(
         if in_place and _is_weight(metadata, key):
             return like
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    meshes = [tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)]
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
-    if not is_plain and meshes and len(entry.size) > 0:
+    if not is_plain and mesh is not None and len(entry.size) > 0:
         # The model has no such tensor, but a hook may rename the key later. Read the smallest shards to save memory.
         # `load_model_state` shards the tensor again, like the parameter that gets it.
-        mesh = without_uneven_axis(max(meshes, key=DeviceMesh.size))
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)

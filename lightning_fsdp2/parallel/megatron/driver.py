@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.compat.megatron import (
     abandon_backward,
+    get_gradient_buffer,
     list_without_gradient,
     take_hooks_off,
     take_over_exchange,
@@ -66,6 +67,7 @@ class Driver:
         self._in_backward = False
         self._has_reached_a_leaf = False
         self._has_gradients = False
+        self._are_gradients_current = False
         self._unused: set[str] | None = None
         self._has_warned = False
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
@@ -259,16 +261,31 @@ class Driver:
         if all(parameter.grad is None for parameter in self._parameters.values()):
             self.clear_gradients()  # the user has cleared `parameter.grad`, but not the buffers
             return
-        reduces_twice = self.wrapper.data_parallel_sharding_strategy == "optim"
-        if reduces_twice or self.wrapper.dist_index.use_hybrid_fsdp:
+        strategy = self.wrapper.data_parallel_sharding_strategy
+        # averages that are averaged again stay the same, but sums do not
+        sums_twice = strategy == "no_shard" and self.wrapper.calculate_per_token_loss
+        if strategy == "optim" or sums_twice or self.wrapper.dist_index.use_hybrid_fsdp:
             raise ValueError(
                 "A second backward with gradient synchronisation ran before the gradients were cleared. With"
-                " zero_dp_strategy=1, or with replicas, megatron-fsdp would reduce the first gradients again. Run all"
-                " backwards except the last in `defer_grad_sync`, or under manual optimisation in"
-                " `optimizer.toggle_model(sync_grad=False)`."
+                " zero_dp_strategy=1, with replicas, or with zero_dp_strategy=0 and calculate_per_token_loss=True,"
+                " megatron-fsdp would reduce the first gradients again. Run all backwards except the last in"
+                " `defer_grad_sync`, or under manual optimisation in `optimizer.toggle_model(sync_grad=False)`."
             )
-        if self._lift is not None:
-            self._lift.return_sums(self._parameters)
+        if self._are_gradients_current:
+            self._write_gradients_back()
+
+    @torch.no_grad()
+    def _write_gradients_back(self) -> None:
+        """Write the gradients into the buffers, so that another backward adds to what the user has made of them."""
+        for name, part in self._parts.items():
+            gradient = self._parameters[name].grad
+            if not part.requires_grad:
+                continue
+            buffer = get_gradient_buffer(self.wrapper, part)
+            if gradient is None or (self._lift is not None and self._lift.is_kept_elsewhere(name)):
+                buffer.zero_()
+            else:
+                buffer.copy_(get_shard(cast(Any, gradient)).flatten())
 
     def _end_backward(self) -> None:
         """Reduce the remaining gradients, and make them visible to the optimizer after the last backward of a step."""
@@ -276,6 +293,7 @@ class Driver:
         self._note_unused()
         self.wrapper.post_backward()
         self.install_distributed_parameters()
+        self._are_gradients_current = self.wrapper.model_auto_sync
         if self.wrapper.model_auto_sync:
             if self._lift is not None:
                 self._lift.lift_gradients(self._parts, self._parameters)

@@ -135,7 +135,6 @@ class Lift:
         self._rows_group = self._mesh.get_group(UNEVEN_SHARD)
         self._first_rows: dict[str, int] = {}
         self._is_aligned: dict[str, bool] = {}
-        self._summands: dict[str, Tensor] = {}
 
     def lift(self, name: str, tensor: DTensor) -> DTensor:
         """Return the DTensor of the whole parameter called ``name``, or of its gradient.
@@ -169,8 +168,7 @@ class Lift:
     def lift_gradients(self, parts: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]) -> None:
         """Move gradients from Megatron-FSDP's parameters to the lifted ones, and sum partial gradients over the ranks.
 
-        The sums are not computed in place, because a second backward may add to Megatron-FSDP's own gradients. Before
-        such a backward, call :meth:`return_sums`.
+        The sums are not computed in place, because a second backward may add to Megatron-FSDP's own gradients.
 
         Args:
             parts: Megatron-FSDP's distributed parameters, by name.
@@ -180,28 +178,16 @@ class Lift:
             gradient, part.grad = cast(DTensor | None, part.grad), None
             parameters[name].grad = None if gradient is None else self.lift(name, gradient)
         partial = {name: cast(DTensor, parameters[name]) for name in self._first_rows}
-        self._summands = {n: cast(DTensor, p.grad).to_local() for n, p in partial.items() if p.grad is not None}
         self._sum_aligned([p for name, p in partial.items() if self._is_aligned[name] and p.grad is not None])
         self._sum_others({name: p for name, p in partial.items() if not self._is_aligned[name]})
 
-    @torch.no_grad()
-    def return_sums(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Write the sums of partial gradients into Megatron-FSDP's gradients, before another backward adds to these.
+    def is_kept_elsewhere(self, name: str) -> bool:
+        """Return whether another tensor parallel rank writes the sum of this gradient back for the next backward.
 
-        The first tensor parallel rank gets the sums and the others get zeros, so that changes of the sums, such as
-        clipping, are kept, and nothing is summed twice.
-
-        Args:
-            parameters: The lifted parameters, by name.
+        All ranks have the sum of a partial gradient. Only one of them may write it back, because the next backward
+        makes another sum over the ranks.
         """
-        is_first = self._tp_group.rank() == 0
-        for name, summand in self._summands.items():
-            total = cast(DTensor | None, parameters[name].grad)
-            if is_first and total is not None:
-                summand.copy_(total.to_local())
-            else:
-                summand.zero_()
-        self._summands = {}
+        return name in self._first_rows and self._tp_group.rank() > 0
 
     def _sum_aligned(self, parameters: list[DTensor]) -> None:
         """Sum gradients with one all-reduce in float32. All tensor parallel ranks hold the same rows of each one."""

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -42,7 +41,7 @@ from lightning_fsdp2.parallel.megatron.tensor_parallel import (
     get_parts,
     install_parts,
 )
-from lightning_fsdp2.ranks.coordination import on_every_rank
+from lightning_fsdp2.ranks.failures import fail_together
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_packed_placements
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, make_dtensor
 
@@ -249,19 +248,20 @@ def apply_megatron_fsdp(
     weights = _take_spread_parameters(model, device, parts)
     units = [module for module in model.modules() if isinstance(module, tuple(unit_classes))]
     numels = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
-    wrap = partial(
-        package.fully_shard_model,
-        model,
-        dp_shard_dim=UNEVEN_SHARD,
-        tp_dim=TENSOR_PARALLEL,
-        fsdp_unit_modules=list(unit_classes),
-        zero_dp_strategy=config.zero_dp_strategy,
-        device=device,
-        mixed_precision_policy=_build_precision_policy(package, config),
-        **options,
-    )
+    groups = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)).get_all_groups()
     with without_metrics(model):
-        wrapper = on_every_rank(wrap)  # it may refuse the rows that some ranks get
+        # The package may refuse the parts of some ranks only. With `nccl_ub`, the others then wait in its barriers.
+        with fail_together([] if config.nccl_ub else groups):
+            wrapper = package.fully_shard_model(
+                model,
+                dp_shard_dim=UNEVEN_SHARD,
+                tp_dim=TENSOR_PARALLEL,
+                fsdp_unit_modules=list(unit_classes),
+                zero_dp_strategy=config.zero_dp_strategy,
+                device=device,
+                mixed_precision_policy=_build_precision_policy(package, config),
+                **options,
+            )
         driver = Driver(wrapper, None if tp_mesh is None else Lift(device_mesh, parts))
     if config.zero_dp_strategy >= 2 and numels:
         # By default, megatron-fsdp up to 0.6.1 gathers at least 5e8 elements ahead, which is all of most models.
@@ -293,7 +293,7 @@ def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPCo
         gathers = get_extra_group(device_mesh, "all-gathers of Megatron-FSDP", shards)
         options |= {"fsdp_group_ag": gathers, "expt_fsdp_group_ag": gathers}
     mesh = _build_wrapper_mesh(device_mesh)
-    # megatron-fsdp looks up parameters with ".experts." in their names in the mesh of expert parallelism
+    # for parameters whose names contain ".experts.", megatron-fsdp uses the mesh of expert parallelism
     options |= {"device_mesh": mesh, "expt_device_mesh": mesh}
     if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
         replicas = get_mesh(device_mesh, DP_CP).get_group()
@@ -302,9 +302,9 @@ def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPCo
 
 
 def _build_wrapper_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Build the mesh for the wrapper, which has a special axis name by which the wrapper's tensors are recognised.
+    """Build the mesh for the wrapper. One of its axes has a special name, which marks the wrapper's tensors.
 
-    megatron-fsdp asks for a tensor parallel axis. It gets one with a single rank, because it must not see tensor
+    megatron-fsdp also requires a tensor parallel axis. It gets one with a single rank, because it must not see tensor
     parallelism.
     """
     axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,9 +24,11 @@ from lightning_fsdp2 import (
     load_checkpoint,
     save_checkpoint,
 )
+from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
 from lightning_fsdp2.mesh import DP_SHARD_CP, get_mesh
 from lightning_fsdp2.parallel.megatron import tensor_parallel
 from lightning_fsdp2.parallel.megatron.driver import get_driver
+from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
 from lightning_fsdp2.parallelizer import (
     get_hf_tp_shard_plan,
     megatron_fsdp_strategy_parallelize,
@@ -174,9 +176,10 @@ def test_partial_gradients_are_summed_by_one_all_reduce_per_step(accumulate: int
     KIND.run(run, 2)
 
 
-def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead() -> None:
-    def run() -> tuple[int, int]:
-        config = MegatronFSDPConfig()
+@pytest.mark.parametrize("zero_dp_strategy", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead(zero_dp_strategy: int) -> None:
+    def run() -> tuple[int, int, int]:
+        config = MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy)
         mesh = create_device_mesh(config, tp_size=2)
         model = make_model(ROUGH_LLAMA)
         layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
@@ -188,11 +191,12 @@ def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead() -> None:
         assert dist.get_process_group_ranks(gathers) == dist.get_process_group_ranks(shards)
         second, _ = MegatronFSDPManager(config, mesh).parallelize(make_model(ROUGH_LLAMA))
         assert second.dist_index.get_fsdp_group(independent_all_gather=True) is gathers
-        return layer, wrapper.suggested_AG_prefetch_size
+        return layer, wrapper.suggested_AG_prefetch_size, wrapper.suggested_RS_queue_capacity
 
-    for layer, ahead in KIND.run(run, 4):
+    for layer, ahead, waiting in KIND.run(run, 4):
         norms = 2 * LLAMA["hidden_size"]  # every rank holds them whole
         assert ahead == (layer - norms) // 2 + norms
+        assert waiting == 2 * ahead
 
 
 # ---------------------------------------------------------------------- what ranks save
@@ -219,6 +223,8 @@ def test_a_save_and_a_load_gather_no_tensor(tmp_path: Path) -> None:
 class Holds(nn.Module):
     """A model in an attribute of a given name."""
 
+    rename: Callable[[str], str]
+
     def __init__(self, attribute: str) -> None:
         super().__init__()
         self.add_module(attribute, make_causal_lm(QWEN3))
@@ -233,25 +239,61 @@ def exchange_projections(name: str) -> str:
     return name.replace(old, new) if old in name else name.replace(new, old)
 
 
-@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(("attribute", "rename"), [("net", rename_attribute), ("hf", exchange_projections)])
-def test_a_hook_may_rename_weights(attribute: str, rename: Callable[[str], str], tp_size: int, tmp_path: Path) -> None:
-    """Weights of unknown names have even shards, and those of equally large weights may have other rows."""
+class RenamesInMethod(Holds):
+    """A model whose own ``load_state_dict`` changes its argument."""
 
-    def rename_all(module: nn.Module, state: dict[str, Any], *args: Any) -> None:
-        renamed = {rename(name): state.pop(name) for name in list(state)}
-        state |= renamed
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        rename_all(self, state_dict)
+        return super().load_state_dict(state_dict, *args, **options)
+
+
+def rename_all(module: Any, state: dict[str, Any], *args: Any) -> None:
+    renamed = {module.rename(name): state.pop(name) for name in list(state)}
+    state |= renamed
+
+
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("where", ["hook", pytest.param("method", marks=pytest.mark.slow), "before"])
+@pytest.mark.parametrize(("attribute", "rename"), [("net", rename_attribute), ("hf", exchange_projections)])
+def test_weights_may_be_renamed(
+    attribute: str, rename: Callable[[str], str], where: str, tp_size: int, tmp_path: Path
+) -> None:
+    """Weights of unknown names have even shards, and those of equally large weights may have other rows."""
 
     def run() -> None:
         config = MegatronFSDPConfig()
         manager = MegatronFSDPManager(config, create_device_mesh(config, tp_size=tp_size))
-        saved, loaded = Holds("hf"), Holds(attribute)
+        saved, loaded = Holds("hf"), (RenamesInMethod if where == "method" else Holds)(attribute)
+        loaded.rename = rename
         wrappers = [manager.parallelize(module)[0] for module in (saved, loaded)]
         save_checkpoint(tmp_path / "a.ckpt", wrappers[0])
-        loaded.register_load_state_dict_pre_hook(rename_all)
-        load_checkpoint(tmp_path / "a.ckpt", wrappers[1])
+        if where == "before":  # as in the Trainer's `on_load_checkpoint`
+            state = read_checkpoint(tmp_path / "a.ckpt", loaded)["state_dict"]
+            load_model_state(tmp_path, loaded, {rename(name): value for name, value in state.items()})
+        else:
+            if where == "hook":
+                loaded.register_load_state_dict_pre_hook(rename_all)
+            load_checkpoint(tmp_path / "a.ckpt", wrappers[1])
         actual = whole(dict(loaded.named_parameters()))
         for name, weight in whole(dict(saved.named_parameters())).items():
             assert torch.equal(actual[rename(name)], weight), name
+
+    KIND.run(run, 4)
+
+
+def test_an_error_of_the_package_on_one_rank_ends_all() -> None:
+    package = import_megatron_fsdp()
+
+    @wraps(package.fully_shard_model)
+    def fail_on_one(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("rows of several sizes")
+
+    def run() -> None:
+        with (
+            patch.object(package, "fully_shard_model", fail_on_one),
+            pytest.raises(RuntimeError, match="rows of several sizes"),
+        ):
+            parallelize(make_model(ROUGH_LLAMA))
 
     KIND.run(run, 4)
