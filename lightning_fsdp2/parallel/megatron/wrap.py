@@ -9,7 +9,8 @@ may differ between ranks.
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -236,7 +237,8 @@ def apply_megatron_fsdp(
         The ``megatron_fsdp.MegatronFSDP`` that replaces ``model`` in calls.
 
     Raises:
-        ValueError: If the installed version lacks an option that is set.
+        ValueError: If the installed version lacks an option that is set, or cannot cut the model's parameters into rows
+            for this number of ranks.
     """
     package = import_megatron_fsdp()
     options = _build_options(package, device_mesh, config)
@@ -250,8 +252,8 @@ def apply_megatron_fsdp(
     numels = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     groups = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)).get_all_groups()
     with without_metrics(model):
-        # The package may refuse the parts of some ranks only. With `nccl_ub`, the others then wait in its barriers.
-        with fail_together([] if config.nccl_ub else groups):
+        # The package may fail on some ranks only. With `nccl_ub`, the others then wait in its barriers.
+        with fail_together([] if config.nccl_ub else groups), _explain_rows():
             wrapper = package.fully_shard_model(
                 model,
                 dp_shard_dim=UNEVEN_SHARD,
@@ -270,6 +272,21 @@ def apply_megatron_fsdp(
         wrapper.suggested_RS_queue_capacity = 2 * wrapper.suggested_AG_prefetch_size
     _fill(driver, weights, attributes)
     return wrapper
+
+
+@contextmanager
+def _explain_rows() -> Iterator[None]:
+    """Explain the error of megatron-fsdp, up to version 0.6.1, when it cuts a buffer within a row of a parameter."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "is invalid for input of size" not in str(error):
+            raise
+        raise ValueError(
+            "megatron-fsdp cannot shard this model over this number of data parallel ranks: some parameters that are"
+            f" gathered together have rows of different sizes, and it cuts one of them within a row ({error}). Use"
+            " another number of data parallel ranks, zero_dp_strategy=0, or FSDP2Strategy."
+        ) from error
 
 
 def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> dict[str, Any]:

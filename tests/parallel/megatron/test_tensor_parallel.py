@@ -281,19 +281,24 @@ def test_weights_may_be_renamed(
     KIND.run(run, 4)
 
 
-def test_an_error_of_the_package_on_one_rank_ends_all() -> None:
+@pytest.mark.parametrize(
+    ("message", "error", "expected"),
+    [
+        ("out of memory", RuntimeError, "out of memory"),
+        ("shape '[-1, 3, 4, 4]' is invalid for input of size 320", ValueError, "cuts one of them within a row .*ranks"),
+    ],
+    ids=["any", "rows"],
+)
+def test_an_error_of_the_package_on_one_rank_ends_all(message: str, error: Any, expected: str) -> None:
     package = import_megatron_fsdp()
 
     @wraps(package.fully_shard_model)
     def fail_on_one(*args: Any, **options: Any) -> Any:
         if dist.get_rank() == 1:
-            raise RuntimeError("rows of several sizes")
+            raise RuntimeError(message)
 
     def run() -> None:
-        with (
-            patch.object(package, "fully_shard_model", fail_on_one),
-            pytest.raises(RuntimeError, match="rows of several sizes"),
-        ):
+        with patch.object(package, "fully_shard_model", fail_on_one), pytest.raises(error, match=expected):
             parallelize(make_model(ROUGH_LLAMA))
 
     KIND.run(run, 4)
