@@ -13,6 +13,7 @@ import torch.distributed as dist
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_gradients, whole
 from helpers.strategies import STRATEGIES
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -25,7 +26,9 @@ from lightning_fsdp2 import (
     save_checkpoint,
 )
 from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
+from lightning_fsdp2.checkpoint.formats import directory
 from lightning_fsdp2.mesh import DP_SHARD_CP, get_mesh
+from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallel.megatron import tensor_parallel
 from lightning_fsdp2.parallel.megatron.driver import get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
@@ -35,6 +38,8 @@ from lightning_fsdp2.parallelizer import (
     nvfsdp_strategy_parallelize,
 )
 from lightning_fsdp2.ranks import whole_tensors
+from lightning_fsdp2.weights.materialize import materialize
+from lightning_fsdp2.weights.pretrained import load_pretrained
 
 KIND = STRATEGIES["megatron_fsdp"]
 OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
@@ -60,9 +65,9 @@ TORCH_PLAN = make_plan(ColwiseParallel, RowwiseParallel)
 FOREIGN_PLAN = make_plan(OwnColumns, OwnRows)
 
 
-def parallelize(model: nn.Module, optimizer: Any = None, **flags: Any) -> Any:
+def parallelize(model: nn.Module, optimizer: Any = None, tp_size: int = 2, **flags: Any) -> Any:
     config = MegatronFSDPConfig(**flags)
-    return MegatronFSDPManager(config, create_device_mesh(config, tp_size=2)).parallelize(model, optimizer)
+    return MegatronFSDPManager(config, create_device_mesh(config, tp_size=tp_size)).parallelize(model, optimizer)
 
 
 def make_model(config: dict[str, Any]) -> Any:
@@ -199,6 +204,34 @@ def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead(zero_dp_str
         assert waiting == 2 * ahead
 
 
+# ---------------------------------------------------------------------- what ranks get by shards
+
+PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "hidden_size": 34, "head_dim": 8}
+
+
+@pytest.mark.parametrize("r", [1, 4])
+def test_packed_weights_whose_columns_the_ranks_do_not_divide_are_those_of_one_process(r: int, tmp_path: Path) -> None:
+    """Weights with packed rows are sharded by columns. Of the 1 or 4 columns of an adapter, the last rank gets none."""
+    base = make_model(PHI3)
+    base.save_pretrained(tmp_path)
+
+    def make() -> Any:
+        config = LoraConfig(r=r, init_lora_weights=False, target_modules="all-linear")
+        return get_peft_model(from_pretrained(str(tmp_path)), config)
+
+    def run() -> None:
+        model, alone = make(), make()
+        torch.manual_seed(0)
+        parallelize(model, init_fsdp_with_meta_device=True)
+        torch.manual_seed(0)
+        load_pretrained(alone, torch.device("cpu"))
+        materialize(alone, torch.device("cpu"))
+        torch.testing.assert_close(whole(model.state_dict()), alone.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(alone.unload().state_dict(), base.state_dict(), rtol=0, atol=0)
+
+    KIND.run(run, 6)
+
+
 # ---------------------------------------------------------------------- what ranks save
 
 
@@ -302,3 +335,49 @@ def test_an_error_of_the_package_on_one_rank_ends_all(message: str, error: Any, 
             parallelize(make_model(ROUGH_LLAMA))
 
     KIND.run(run, 4)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_save_asks_for_the_space_of_one_copy(ranks: int, tmp_path: Path) -> None:
+    """However many ranks hold copies of a weight, or of a part of it."""
+    layouts = [(tp_size, zero_dp_strategy) for tp_size in (1, 2) for zero_dp_strategy in (0, 3)]
+    expected = sum(tensor.nbytes for tensor in make_model(QWEN3).state_dict().values())
+
+    def run() -> list[int]:
+        asked = []
+        for index, (tp_size, zero_dp_strategy) in enumerate(layouts):
+            wrapper, _ = parallelize(make_model(QWEN3), tp_size=tp_size, zero_dp_strategy=zero_dp_strategy)
+            with patch.object(directory, "check_free_space") as check:
+                save_checkpoint(tmp_path / f"{index}.ckpt", wrapper)
+            asked += [call.args[1] for call in check.call_args_list]
+        return asked
+
+    asked = KIND.run(run, ranks)[0]
+    assert asked == pytest.approx([expected] * len(layouts), rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:The loss does not use")
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_parameters_without_elements_come_back(tp_size: int, tmp_path: Path) -> None:
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = make_causal_lm(QWEN3)
+        for module in (model, model.model.layers[0]):
+            module.register_parameter("nothing", nn.Parameter(torch.zeros(0, 4)))
+        return model
+
+    def run() -> None:
+        model, other, plain = make(0), make(1), make(2)
+        wrapper, optimizer = parallelize(model, OPTIMIZER(model.parameters()), tp_size)
+        ids = make_token_batches(1, ragged=False)[0]["input_ids"]
+        wrapper(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        save_checkpoint(tmp_path / "a.ckpt", wrapper, optimizer)
+        expected = whole(model.state_dict())
+        read, read_optimizer = parallelize(other, OPTIMIZER(other.parameters()), tp_size)
+        load_checkpoint(tmp_path / "a.ckpt", read, read_optimizer)
+        load_checkpoint(tmp_path / "a.ckpt", plain)
+        for loaded in (other, plain):
+            torch.testing.assert_close(whole(loaded.state_dict()), expected, rtol=0, atol=0)
+        for parameter in (other.nothing, other.model.layers[0].nothing):
+            assert parameter.shape == read_optimizer.state[parameter]["exp_avg"].shape == (0, 4)
+
+    KIND.run(run, 2)
