@@ -20,11 +20,10 @@ from helpers.unit_meshes import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_fsdp2.checkpoint import load_checkpoint, save_checkpoint
 from lightning_fsdp2.compat.torch import StridedShard, has_packed_shards
-from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD
 
 PACKED = StridedShard(0, split_factor=2)
 SHARD: dict[str, Any] = {"many": shard_over_many_meshes, "one": shard_over_one_mesh}
@@ -66,19 +65,6 @@ def test_a_packed_weight_is_saved_and_read_whichever_axis_packs_it(placements: A
             (weight,) = whole(dict(loaded.named_parameters())).values()
             assert torch.equal(weight, whole_weight)
         assert torch.equal(other.weight.to_local(), distribute_tensor(whole_weight, mesh, placements[::-1]).to_local())
-
-    run_ranks(run, RANKS)
-
-
-def test_uneven_weights_without_elements_are_saved_and_loaded(tmp_path: Path) -> None:
-    def run() -> None:
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=(UNEVEN_SHARD,))
-        model = nn.Linear(4, 0)
-        for name, parameter in list(model.named_parameters()):
-            setattr(model, name, nn.Parameter(DTensor.from_local(parameter.detach(), mesh, [Shard(0)])))
-        save_checkpoint(tmp_path / "a.ckpt", model)
-        load_checkpoint(tmp_path / "a.ckpt", model)
-        load_checkpoint(tmp_path / "a.ckpt", nn.Linear(4, 0))
 
     run_ranks(run, RANKS)
 

@@ -235,18 +235,29 @@ def test_moving_averages_are_those_of_one_process_and_are_resumed(ranks: int, tm
 
 
 @pytest.mark.parametrize(
-    ("family", "by_shards", "ranks", "rank_of_adapters"),
+    ("family", "by_shards", "ranks"),
     [
-        ("gpt2", False, 2, 4),
-        *(pytest.param(f, by_shards, 4, 4, marks=pytest.mark.slow) for f in FAMILIES for by_shards in (False, True)),
-        pytest.param("gpt2", True, 4, 3, marks=pytest.mark.slow),  # the ranks do not divide it
+        ("gpt2", False, 2),
+        *(pytest.param(f, by_shards, 4, marks=pytest.mark.slow) for f in FAMILIES for by_shards in (False, True)),
     ],
 )
 def test_adapters_are_those_of_one_process_and_are_exported(
-    family: str, by_shards: bool, ranks: int, rank_of_adapters: int, tmp_path: Path
+    family: str, by_shards: bool, ranks: int, tmp_path: Path
 ) -> None:
-    base = save_base(tmp_path / "base", family)
-    lora = {**LORA, **FAMILIES[family], "r": rank_of_adapters}
+    check_adapters(family, FAMILIES[family], by_shards, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phi3", "gpt2"])
+def test_adapters_whose_rank_the_data_parallel_ranks_do_not_divide(family: str, tmp_path: Path) -> None:
+    """Adapters of packed projections are packed too, and their parts are sharded over columns."""
+    fields = {"target_modules": "all-linear", "fan_in_fan_out": family == "gpt2", "r": 3}
+    check_adapters(family, fields, True, 4, tmp_path)
+
+
+def check_adapters(family: str, fields: dict[str, Any], by_shards: bool, ranks: int, tmp_path: Path) -> None:
+    """Compare adapters with those of one process, and with those that are exported."""
+    lora, base = {**LORA, **fields}, save_base(tmp_path / "base", family)
 
     def run() -> None:
         modules: list[CausalLM] = []
@@ -271,6 +282,9 @@ def test_adapters_are_those_of_one_process_and_are_exported(
         export_hf(modules[0], tmp_path / "adapter")
         if dist.get_rank() > 0:
             return
+        plain = make_plain(base, family, lora=lora).state_dict()
+        actual_base = {name: weight for name, weight in actual.initial.items() if "lora_" not in name}
+        assert_equal_tensors(actual_base, {name: plain[name] for name in actual_base})
         expected = train_alone(case, actual.initial, ranks // 2)
         assert_equal_runs(actual, expected)
         model: Any = make_plain(base, family, lora=lora)

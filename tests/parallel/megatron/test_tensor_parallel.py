@@ -1,5 +1,6 @@
 """Tensor parallel models under Megatron-FSDP in plain torch loops: what ranks compute with, send and save."""
 
+import itertools
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial, wraps
@@ -25,8 +26,8 @@ from lightning_fsdp2 import (
     load_checkpoint,
     save_checkpoint,
 )
-from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
 from lightning_fsdp2.checkpoint.formats import directory
+from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
 from lightning_fsdp2.mesh import DP_SHARD_CP, get_mesh
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallel.megatron import tensor_parallel
@@ -209,7 +210,7 @@ def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead(zero_dp_str
 PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "hidden_size": 34, "head_dim": 8}
 
 
-@pytest.mark.parametrize("r", [1, 4])
+@pytest.mark.parametrize("r", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_packed_weights_whose_columns_the_ranks_do_not_divide_are_those_of_one_process(r: int, tmp_path: Path) -> None:
     """Weights with packed rows are sharded by columns. Of the 1 or 4 columns of an adapter, the last rank gets none."""
     base = make_model(PHI3)
@@ -285,13 +286,19 @@ def rename_all(module: Any, state: dict[str, Any], *args: Any) -> None:
     state |= renamed
 
 
-@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("where", ["hook", pytest.param("method", marks=pytest.mark.slow), "before"])
-@pytest.mark.parametrize(("attribute", "rename"), [("net", rename_attribute), ("hf", exchange_projections)])
-def test_weights_may_be_renamed(
-    attribute: str, rename: Callable[[str], str], where: str, tp_size: int, tmp_path: Path
-) -> None:
+RENAMED = {"net": rename_attribute, "hf": exchange_projections}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "where", "tp_size"),
+    [
+        pytest.param(*cell, marks=() if cell in (("net", "hook", 2), ("hf", "before", 2)) else pytest.mark.slow)
+        for cell in itertools.product(RENAMED, ("hook", "method", "before"), (1, 2))
+    ],
+)
+def test_weights_may_be_renamed(attribute: str, where: str, tp_size: int, tmp_path: Path) -> None:
     """Weights of unknown names have even shards, and those of equally large weights may have other rows."""
+    rename = RENAMED[attribute]
 
     def run() -> None:
         config = MegatronFSDPConfig()
@@ -335,6 +342,8 @@ def test_an_error_of_the_package_on_one_rank_ends_all(message: str, error: Any, 
             parallelize(make_model(ROUGH_LLAMA))
 
     KIND.run(run, 4)
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_save_asks_for_the_space_of_one_copy(ranks: int, tmp_path: Path) -> None:
     """However many ranks hold copies of a weight, or of a part of it."""
