@@ -19,7 +19,7 @@ class WarmupCosine(LambdaLR):
 
     The full rate is the optimizer's learning rate. The first step already has a rate above 0. After ``total_steps`` the
     rate stays at its minimum. A resumed run continues at the step that it had reached, but on the curve of its new
-    arguments, so a resumed run can have another ``total_steps``. The cosine decay is that
+    arguments, so a resumed run can have a different ``total_steps``. The cosine decay is that
     of `SGDR <https://arxiv.org/abs/1608.03983>`_.
 
     Args:

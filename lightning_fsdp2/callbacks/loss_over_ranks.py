@@ -38,7 +38,7 @@ class LossOverRanks(Callback):
         mean = getattr(trainer.strategy, "token_mean", None)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if mean is None and isinstance(loss, Tensor):
-            # the sum of the losses is their mean, since the Trainer has divided each by the number of micro-batches
+            # adding up the losses gives their mean, since the Trainer has divided each by the number of micro-batches
             self._loss = loss if self._loss is None else self._loss + loss
         if is_logging_step(trainer):
             self._report(trainer, mean)

@@ -22,8 +22,8 @@ class Throughput(Callback):
     Time spent on validation does not count.
 
     ``data_share`` is the fraction of the time that was spent waiting for the data loader, on the rank that waited
-    longest. The copy to the device is not included. From pinned memory, this copy takes the host no time. From other
-    memory, the copy waits for earlier steps.
+    longest. The copy to the device is not included. If the batch is in pinned memory, the host does not wait for this
+    copy. If not, the copy waits until earlier steps have finished, so its time would not be that of the data loader.
 
     Tokens are the elements of ``batch["input_ids"]``, including padding. A batch that several tensor or context
     parallel ranks read counts once.

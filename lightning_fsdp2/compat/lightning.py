@@ -218,8 +218,8 @@ class StepBoundary:
 
     At the boundary, Lightning has run the hooks of the last batch and logged its metrics. A validation, an update of
     ``ReduceLROnPlateau`` or the end of the epoch may still be due. If a checkpoint is saved at this point, plain
-    Lightning skips this work on resuming. The owner of a boundary therefore sets ``is_left`` to True while it saves a
-    checkpoint at the boundary; a run that resumes from this checkpoint does the work first.
+    Lightning skips this work on resuming. So the code that saves the checkpoint sets ``is_left`` to True during the
+    save. This marks the work as not yet done, and a run that resumes from the checkpoint does it first.
 
     Callbacks and schedulers monitor metrics that Lightning does not save. This class adds these metrics to all
     checkpoints of the run.

@@ -460,9 +460,9 @@ def _make_target(
     plain: Collection[tuple[Any, ...]],
     mesh: DeviceMesh | None,
 ) -> Any:
-    """Return a tensor for DCP to read ``key`` into, sharded like the model's tensor. Return None for an object.
+    """Return a tensor for DCP to read ``key`` into, or None if ``key`` is not a tensor.
 
-    A tensor of a name that the model does not have is sharded over ``mesh``.
+    The tensor is sharded like the model's tensor of this name. If there is none, it is sharded over ``mesh``.
     """
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):

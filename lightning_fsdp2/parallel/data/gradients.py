@@ -148,8 +148,8 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     sharder = get_optional_sharder(model)
     set_sync(False)
-    # Several parameters may share the memory of one unreduced gradient, and a backward would add to it in place.
-    # These hooks therefore copy shared gradients before each forward in the block.
+    # Several parameters may share the memory of one unreduced gradient. A backward that adds to one of them in place
+    # would also change the others. So in the `with` block, these hooks copy shared gradients before each forward.
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:

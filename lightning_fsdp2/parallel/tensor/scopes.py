@@ -218,7 +218,7 @@ class RegionScope(Scope):
         dim = self.stack.dim
         if not self.stack.is_active:
             return super().leave(tensor)
-        # do not scatter into single positions, because PyTorch would silently broadcast them against whole sequences
+        # do not scatter if each rank would get a single position, which PyTorch would broadcast against whole sequences
         if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
             return super().leave(tensor)
         if tensor.size(dim) != self.stack.whole:

@@ -1,4 +1,4 @@
-"""Styles of embeddings, which are sharded over the vocabulary or over features."""
+"""Parallel styles for embeddings. They shard the weight over the vocabulary or over the features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
