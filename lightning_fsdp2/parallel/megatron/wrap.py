@@ -253,7 +253,7 @@ def apply_megatron_fsdp(
     groups = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)).get_all_groups()
     with without_metrics(model):
         # The package may fail on some ranks only. With `nccl_ub`, the others then wait in its barriers.
-        with fail_together([] if config.nccl_ub else groups), _explain_rows():
+        with fail_together([] if config.nccl_ub else groups), _explain_rows(device_mesh):
             wrapper = package.fully_shard_model(
                 model,
                 dp_shard_dim=UNEVEN_SHARD,
@@ -275,7 +275,7 @@ def apply_megatron_fsdp(
 
 
 @contextmanager
-def _explain_rows() -> Iterator[None]:
+def _explain_rows(device_mesh: DeviceMesh) -> Iterator[None]:
     """Explain the error of megatron-fsdp, up to version 0.6.1, when it cuts a buffer within a row of a parameter."""
     try:
         yield
@@ -283,9 +283,9 @@ def _explain_rows() -> Iterator[None]:
         if "is invalid for input of size" not in str(error):
             raise
         raise ValueError(
-            "megatron-fsdp cannot shard this model over this number of data parallel ranks: some parameters that are"
-            f" gathered together have rows of different sizes, and it cuts one of them within a row ({error}). Use"
-            " another number of data parallel ranks, zero_dp_strategy=0, or FSDP2Strategy."
+            f"megatron-fsdp cannot shard this model over {get_mesh(device_mesh, DP_SHARD_CP).size()} data parallel"
+            " ranks: some parameters that are gathered together have rows of different sizes, and it cuts one of them"
+            f" within a row ({error}). Use another number of data parallel ranks, zero_dp_strategy=0, or FSDP2Strategy."
         ) from error
 
 

@@ -325,7 +325,11 @@ def test_weights_may_be_renamed(attribute: str, where: str, tp_size: int, tmp_pa
     ("message", "error", "expected"),
     [
         ("out of memory", RuntimeError, "out of memory"),
-        ("shape '[-1, 3, 4, 4]' is invalid for input of size 320", ValueError, "cuts one of them within a row .*ranks"),
+        (
+            "shape '[-1, 3, 4, 4]' is invalid for input of size 320",
+            ValueError,
+            "over 2 data parallel ranks: .*within a row",
+        ),
     ],
     ids=["any", "rows"],
 )
