@@ -1,4 +1,4 @@
-"""Support for old import paths, which still work, but warn and name the new path."""
+"""Support for old import paths. Importing from one still works, with a warning that names the new path."""
 
 import importlib
 import sys

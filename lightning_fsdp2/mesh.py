@@ -115,7 +115,7 @@ class ParallelSizes:
 
         Args:
             world_size: Number of ranks.
-            num_nodes: Number of nodes, which is the value of ``dp_replicate_size="auto"``.
+            num_nodes: Number of nodes. ``dp_replicate_size="auto"`` stands for this number.
 
         Raises:
             ValueError: When the product of the sizes is not the world size. The message shows the calculation.
@@ -260,7 +260,7 @@ def check_bound_device(backend: str, device: torch.device) -> None:
 
 
 def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh:
-    """Return the mesh that has the given axis or axes, from any view of ``device_mesh``.
+    """Return the submesh with only the given axis or axes, from the first view of ``device_mesh`` that has them.
 
     Raises:
         ValueError: When there is no such axis. The message lists the existing axes.
@@ -273,7 +273,7 @@ def get_mesh(device_mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh
 
 
 def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """Return the mesh that has the axis ``name``, or None if there is no such axis or its size is 1."""
+    """Return the 1-D mesh of the axis ``name``, or None if there is no such axis or its size is 1."""
     view = _get_optional_view(device_mesh, (name,))
     return view[name] if view is not None and view[name].size() > 1 else None
 
@@ -287,10 +287,10 @@ def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
 
 
 def get_extra_group(device_mesh: DeviceMesh, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a process group for a special ``purpose``, apart from the groups of the mesh's axes.
+    """Return a process group for a special ``purpose``, separate from the groups of the mesh's axes.
 
-    The first call creates the group, and all of its ranks must then call this function. Later calls return the same
-    group, because groups hold device memory.
+    The first call creates the group, and all ranks of the group must make this call. Later calls return the same group,
+    because every group takes up device memory.
 
     Args:
         device_mesh: Mesh that keeps the group. The group has the timeout of the mesh's groups.
@@ -448,7 +448,7 @@ def _check_world_size(world_size: int) -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one, because a gloo thread may otherwise abort the process at its exit."""
+    """Destroy the process group, if there is one. Otherwise, a gloo thread may abort the process when it exits."""
     if dist.is_initialized():
         dist.destroy_process_group()
         _wait_for_threads()
@@ -477,7 +477,7 @@ def _read(path: Path) -> str:
 
 
 def _get_own_index() -> int:
-    """Return the index of this rank's device: that of the script's current device or, if it is 0, the local rank."""
+    """Return the index of this rank's device: the index of the current device or, if that is 0, the local rank."""
     if not torch.accelerator.is_available():
         return 0
     chosen = torch.accelerator.current_device_index()

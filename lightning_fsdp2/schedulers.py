@@ -52,7 +52,7 @@ class WarmupCosine(LambdaLR):
         super().__init__(optimizer, factor)
 
     def fit_to_run(self, steps: int | float) -> None:
-        """Make the schedule end with the run. If ``total_steps`` is set, only warn when the run has another length.
+        """Make the schedule end with the run. If ``total_steps`` is set, only warn when the run has a different length.
 
         Args:
             steps: Number of the run's optimizer steps: ``trainer.estimated_stepping_batches``, which is infinite or

@@ -38,7 +38,7 @@ _PEAKS = {
 """Peak speeds of devices, by words in their CUDA names. The first entry that matches is used.
 
 Each entry has three numbers, in 10^12 operations per second and without sparsity. They are the peaks for bfloat16 or
-float16 with sums in float32, for TensorFloat-32, and for float32 outside of the tensor cores.
+float16 with float32 accumulation, for TensorFloat-32, and for float32 outside of the tensor cores.
 
 The numbers are from public tables based on the data sheets of NVIDIA and AMD. Most data sheets of NVIDIA print the
 numbers with sparsity, which are twice as high. Lightning's table has some of those higher numbers, mistakes an L40S for

@@ -43,7 +43,7 @@ class Preemption(Callback):
     disk. To resume, run the same command with ``--ckpt_path last``.
 
     If the signal comes during validation, the validation stops after its next batch, and the resumed run repeats the
-    validation. If the run has already made its last step, it saves and ends normally. If the run has not made a step
+    validation. If the run has already taken its last step, it saves and ends normally. If the run has not taken a step
     yet, it saves nothing.
 
     The strategies of this package add a ``Preemption`` with default arguments to every fit that has none. The ranks
@@ -147,7 +147,7 @@ class Preemption(Callback):
         self._boundary.is_left = True
         _save(trainer, number)
         self._boundary.is_left = False
-        # a run that has made its last step must end normally: a resumed run would skip the last validation
+        # a run that has taken its last step must end normally: a resumed run would skip the last validation
         if self._boundary.is_end_of_fit():
             self._ends_by_itself = True
             return

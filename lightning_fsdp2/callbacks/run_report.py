@@ -18,7 +18,7 @@ _INITIAL_LOSS = "initial_loss"
 
 
 class RunReport(Callback):
-    """Callback that reports, when a run ends, its loss, speed and checkpoints, how to resume it, and a sample of text.
+    """Callback that reports the loss, speed and checkpoints of a run at its end, how to resume it, and a text sample.
 
     The validation loss is reported before and after training. The loss before training comes from the Trainer's sanity
     check; set ``num_sanity_val_steps=-1`` to use the whole validation set. The speed is in tokens per second, as
@@ -92,7 +92,7 @@ class RunReport(Callback):
         rank_zero_info("\n".join(lines))
 
     def _write_sample(self, trainer: Any, pl_module: Any) -> str:
-        """Generate a sample. Each rank holds only some weights, so all ranks take part and generate the same text."""
+        """Generate a sample. All ranks must call this, because each holds only some weights; all get the same text."""
         tokenizer = trainer.datamodule.tokenizer
         prompt = torch.tensor([tokenizer(self.prompt)["input_ids"]], device=pl_module.device)
         was_training = pl_module.training
@@ -139,7 +139,7 @@ def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
     arguments, words = [], iter(sys.argv[1:])
     for word in words:
         if word in replaced:
-            next(words, None)  # its value
+            next(words, None)  # skip the option's value
         elif word.partition("=")[0] not in replaced:
             arguments.append(word)
     return shlex.join([*_get_launcher(), *arguments, *(f"{name}={value}" for name, value in replaced.items())])

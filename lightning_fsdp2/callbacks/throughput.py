@@ -23,7 +23,7 @@ class Throughput(Callback):
 
     ``data_share`` is the fraction of the time that was spent waiting for the data loader, on the rank that waited
     longest. The copy to the device is not included. If the batch is in pinned memory, the host does not wait for this
-    copy. If not, the copy waits until earlier steps have finished, so its time would not be that of the data loader.
+    copy. If not, the copy waits until earlier steps have finished, so its time says nothing about the data loader.
 
     Tokens are the elements of ``batch["input_ids"]``, including padding. A batch that several tensor or context
     parallel ranks read counts once.

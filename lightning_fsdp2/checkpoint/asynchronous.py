@@ -32,8 +32,8 @@ class BackgroundWriter:
     Host tensors are copied immediately. Tensors on an accelerator are copied into pinned memory while the next forward
     and backward run. The next save reuses the memory of the copies.
 
-    Every rank must have a writer and call its methods in the same order. Errors of the background thread are raised on
-    the main thread, in the same call on all ranks.
+    Every rank must have a writer and call its methods in the same order. An error in a rank's background thread is
+    raised on the main threads of all ranks, by the same method call.
 
     Args:
         device: Device of the tensors.
@@ -78,7 +78,7 @@ class BackgroundWriter:
             versions = _get_versions(tensors)
             self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
             self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
-        # share the error of a failed copy first: in `write`, the other ranks would wait for the rank that failed
+        # share the error of a failed copy before `write`, where the other ranks would wait for the failed rank
         self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
     def wait_for_copies(self) -> None:

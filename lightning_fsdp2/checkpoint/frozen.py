@@ -14,7 +14,7 @@ LEFT_OUT_KEY = "lightning_fsdp2.left_out"
 """Key in a checkpoint for the result of :func:`describe_left_out`."""
 
 LeftOut = dict[str, Any]
-"""Names of the weights of one pretrained model that a checkpoint does not hold, in plain types.
+"""Record of those weights of one pretrained model that a checkpoint does not hold, as a dict of plain types.
 
 For example ``{"folder": "/models/llama", "fingerprint": "...", "names": [...]}``.
 """
@@ -29,7 +29,7 @@ def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]
 def describe_left_out(
     module: nn.Module, state: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> list[LeftOut]:
-    """Return the frozen weights of ``module`` that are not in rank 0's ``state``, grouped by pretrained model.
+    """Describe which frozen weights of ``module`` are missing from rank 0's ``state``, by pretrained model.
 
     Every rank must call this, and all get the same result.
 
@@ -49,7 +49,7 @@ def describe_left_out(
 
 
 def list_left_out(left_out: Sequence[LeftOut]) -> set[str]:
-    """Return the names of all weights that a checkpoint does not hold."""
+    """Return the names of all weights that a checkpoint does not hold, according to its ``left_out`` records."""
     return {name for part in left_out for name in part["names"]}
 
 

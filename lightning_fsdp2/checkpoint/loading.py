@@ -34,11 +34,11 @@ def read_checkpoint(
     trust: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint directory or single file for a model. Every rank must call this, and reads only its part.
+    """Read a checkpoint directory or single file for a model. Every rank must call this; each reads only its part.
 
     Args:
         path: Checkpoint of this package or of any Lightning strategy, or a file with a plain ``state_dict``.
-        model: Model to load. A tensor of a directory is sharded like the model's tensor of the same name and shape.
+        model: Model to load. A tensor in a directory is sharded like the model's tensor of the same name and shape.
         with_optimizers: Whether to read optimizer states.
         in_place: Whether to read from a directory directly into the model's tensors. This has no effect on a model with
             its own loading code.
@@ -136,19 +136,19 @@ def load_optimizer_states(
 def _shard_renamed(model: nn.Module, read: dict[str, Any]) -> Iterator[None]:
     """Make ``load_state_dict`` shard each renamed tensor like its parameter, inside the block.
 
-    The parameter is known only after the module's hooks have renamed the tensor, which was sharded like the parameter
-    of its earlier name, or evenly if there is none.
+    A module's hooks may rename a tensor during ``load_state_dict``. Until then, the tensor is sharded like the
+    parameter with its old name, or evenly if there is no such parameter.
 
     Args:
         model: Model that is loaded.
-        read: State dict before the hooks.
+        read: State dict before any hook has changed it.
     """
 
     def shard(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value is not read.get(prefix + name):
-                # uneven shards may have other rows, even if their mesh and placements are those of the parameter
+                # uneven shards may hold other rows than the parameter's, even if mesh and placements are equal
                 state[prefix + name] = shard_like(gather(value) if is_uneven(value) else value, parameter)
 
     handles = [module.register_load_state_dict_pre_hook(shard) for module in model.modules()]

@@ -52,12 +52,12 @@ def load_checkpoint(
     weights_only: bool = True,
     verify: bool = True,
 ) -> Any:
-    """Load a checkpoint of :func:`save_checkpoint` or the Trainer, on any number of ranks. Every rank must call this.
+    """Load a checkpoint from :func:`save_checkpoint` or the Trainer, on any number of ranks. Every rank must call this.
 
     Args:
         path: Checkpoint directory or single file.
         model: Model or wrapper to load into. After an error, it may hold some of the checkpoint's weights.
-        optimizers: Optimizers to load into, as many as were saved. None skips the saved states.
+        optimizers: Optimizers to load into, as many as were saved. If empty, the saved states are skipped.
         strict: Whether the model and the checkpoint must have the same keys.
         weights_only: Whether to refuse arbitrary objects in ``extra``. Use False only for files that you trust.
         verify: Whether to compare the data with its checksums.

@@ -1,4 +1,4 @@
-"""Conversion of optimizer states to the parameter names that checkpoints use, and checks of optimizers."""
+"""Conversion of optimizer states from parameter numbers to the names in checkpoints and back; optimizer checks."""
 
 from collections.abc import Mapping, Set
 from itertools import count
@@ -57,8 +57,8 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     """Load a state from :func:`get_optimizer_state` or ``optimizer.state_dict()`` into ``optimizer``.
 
     If the state has parameter names, the optimizer may have its parameters in a different order. Whole tensors are
-    sharded like their parameters. The options ``foreach`` and ``fused`` are not loaded, since the state may come from a
-    different kind of device.
+    sharded like their parameters. The options ``foreach`` and ``fused`` are not loaded, since the state may have been
+    saved on a different kind of device.
 
     Raises:
         ValueError: When the state has different parameters or parameter groups, or comes from a different kind of
@@ -108,10 +108,10 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_all_like(values: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Apply :func:`shard_like` to all values and the tensors in ``own`` that have the same keys, if there are any.
+    """Shard each value like the tensor in ``own`` with the same key, if there is one, as :func:`shard_like` does.
 
-    Every rank must call this function. A value that was read for another name may have uneven shards of other rows than
-    the tensor in ``own``, even if mesh and placements are equal.
+    Every rank must call this function. A value may have been read under another name and renamed later. Its uneven
+    shards may then hold different rows than the shards of the tensor in ``own``, even if mesh and placements are equal.
     """
     uneven = [key for key, value in values.items() if is_uneven(value) and is_uneven(own.get(key))]
     rows = [(values[key].to_local().size(0), own[key].to_local().size(0)) for key in uneven]

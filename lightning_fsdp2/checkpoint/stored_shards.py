@@ -1,8 +1,9 @@
-"""Description of unusual shards for checkpoints, so that no shard is copied or moved between ranks.
+"""Descriptions of unusual shards for checkpoints, so that no shard is copied or moved between ranks.
 
-DCP expects one piece of each tensor per rank, at the offset that ``Shard`` would give it. Two kinds of tensors are
-different, see :mod:`~lightning_fsdp2.ranks.pieces`: packed weights under tensor parallelism, and the uneven shards of
-Megatron-FSDP. For these, DCP gets a :class:`PiecewiseTensor`, which says where each piece of the rank is.
+``torch.distributed.checkpoint`` (DCP) expects one piece of each tensor per rank, at the offset that ``Shard`` would
+give it. Two kinds of tensors are different, see :mod:`~lightning_fsdp2.ranks.pieces`: packed weights under tensor
+parallelism, and the uneven shards of Megatron-FSDP. For these, DCP gets a :class:`PiecewiseTensor`, which tells it
+where in the full tensor each of the rank's pieces belongs.
 """
 
 from collections.abc import Iterable
@@ -24,8 +25,9 @@ from lightning_fsdp2.ranks.pieces import Piece, get_packed_placements, get_piece
 class PiecewiseTensor(Tensor):
     """Tensor without memory that tells DCP which pieces of a DTensor this rank holds.
 
-    DCP asks any object for the three methods with two underscores. It then reads and writes the memory of the DTensor
-    directly (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_checkpointable.py).
+    DCP accepts any object with the methods ``__create_write_items__``, ``__create_chunk_list__`` and
+    ``__get_tensor_shard__``. Through these, it reads and writes the memory of the DTensor directly
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_checkpointable.py).
 
     Args:
         tensor: The DTensor.
@@ -81,21 +83,23 @@ class PiecewiseTensor(Tensor):
 
 
 def is_unusual(tensor: Any) -> TypeGuard[DTensor]:
-    """Return whether DCP needs a description of the shards of ``tensor``. A tensor without elements has no pieces."""
+    """Return whether DCP needs a description of the shards of ``tensor``. An empty tensor needs none."""
     if not isinstance(tensor, DTensor) or not tensor.numel():
         return False
     return is_uneven(tensor) or bool(get_packed_placements(tensor))
 
 
 def get_first_rows(tensors: Iterable[Any], group: dist.ProcessGroup | None = None) -> dict[int, int]:
-    """Return the number of rows of each uneven tensor that lie on the ranks before this one, with a single message.
+    """Return how many rows of each uneven tensor are on the ranks before this one.
+
+    The ranks exchange the row counts of all tensors in a single message.
 
     Args:
         tensors: Tensors and other values, in the same order on every rank. Every rank must call this function.
-        group: Process group of all ranks for the message. A CPU group keeps it off the accelerator.
+        group: Process group of all ranks for the message. A CPU group keeps the message off the accelerator.
 
     Returns:
-        Dict by the index of the tensor in ``tensors``. Tensors that are not uneven are left out.
+        Dict that maps the index of each uneven tensor in ``tensors`` to this number. Other tensors are left out.
     """
     uneven = {index: tensor for index, tensor in enumerate(tensors) if is_uneven(tensor)}
     if not uneven:
@@ -113,17 +117,17 @@ def describe_shards(tensor: DTensor, first_row: int = 0) -> PiecewiseTensor:
     """Describe the shards of an unusual ``tensor`` for DCP.
 
     Args:
-        tensor: The DTensor, whose memory DCP writes or reads into.
+        tensor: The DTensor. DCP writes its memory to the checkpoint, or reads into it.
         first_row: For an uneven tensor, the number of its rows on the ranks before this one.
     """
     return PiecewiseTensor(tensor, get_pieces(tensor, first_row), copies=_count_copies(tensor))
 
 
 def _count_copies(tensor: DTensor) -> int:
-    """Return the number of ranks that write the same pieces, or 0 if another rank writes those of this rank.
+    """Return the number of ranks that share the writing of this rank's pieces, or 0 if other ranks write them.
 
-    DCP leaves out copies only if they begin at the same row. On other tensor parallel ranks, the rows of uneven shards
-    may be cut elsewhere, so only the first of these ranks writes a copy.
+    DCP skips a copy of a piece only if both begin at the same row. When tensor parallel ranks hold copies of an uneven
+    tensor, they may cut it at different rows, so only the first of these ranks writes its pieces.
     """
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
     copies = 1

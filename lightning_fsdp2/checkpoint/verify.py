@@ -45,7 +45,7 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
 
 
 def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> None:
-    """Verify a checkpoint before it is read. Every rank must call this, and checks a share of the data.
+    """Verify a checkpoint before it is read. Every rank must call this; each checks a share of the data.
 
     This covers the records of a single file, and the files of a directory in version 2 of the format. A directory in
     the current version is skipped, because each rank verifies its chunks when it reads them.

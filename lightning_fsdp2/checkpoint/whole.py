@@ -73,7 +73,7 @@ def read_whole_tensors(
 
 
 def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Description]:
-    """Return a checkpoint's descriptions of its Hugging Face models. Checkpoints of other software have none."""
+    """Return a checkpoint's descriptions of its Hugging Face models. Other software's checkpoints have none."""
     found = get_path(path)
     if found.is_file():
         descriptions: list[Description] = read_file(found, with_optimizers=False, trust=trust).get(DESCRIPTIONS_KEY, [])
@@ -83,7 +83,7 @@ def read_descriptions(path: "str | AnyPath", *, trust: bool = False) -> list[Des
 
 
 def read_left_out(path: "str | AnyPath", *, trust: bool = False) -> list[LeftOut]:
-    """Return the frozen weights that a checkpoint does not hold, by pretrained model. Usually, there are none."""
+    """Return the records of frozen weights that a checkpoint does not hold. Usually, the list is empty."""
     found = get_path(path)
     if found.is_file():
         checkpoint = read_file(found, with_optimizers=False, trust=trust)

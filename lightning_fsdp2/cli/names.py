@@ -151,7 +151,7 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
 
 
 def _get_options(class_path: str) -> dict[str, str]:
-    """Return the suggestion for each argument of a class and each field of its configs, as a dict by their names."""
+    """Return a dict from the name of each argument of a class, and of each field of its configs, to its suggestion."""
     module, _, name = class_path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     options: dict[str, str] = {}

@@ -13,7 +13,7 @@ from typing import Any
 _LEDGER_ATTRIBUTE = "_lightning_fsdp2_ledger"
 
 _REPLACED_ATTRIBUTE = "_lightning_fsdp2_replaced"
-"""Name of the attribute with an object's list of :class:`_Replaced`. A copy of the object has this list too."""
+"""Name of the attribute that stores an object's list of :class:`_Replaced`. A copy of the object has this list too."""
 
 _numbers = itertools.count()
 

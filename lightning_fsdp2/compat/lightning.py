@@ -62,7 +62,7 @@ def has_trainer(module: LightningModule | None) -> bool:
 
 
 def decide_on_validation_together(trainer: Trainer, decide: Callable[[bool], bool]) -> None:
-    """Let all ranks decide together when to validate, if ``val_check_interval`` is a time.
+    """Let all ranks decide together when to validate, if ``val_check_interval`` is a time interval.
 
     Otherwise each rank would decide by its own clock, and some ranks could validate while others train.
 
@@ -160,8 +160,8 @@ def take_signals(trainer: Trainer, note: Callable[[int, Any], None]) -> None:
     """Make Lightning register ``note`` as the handler of SIGTERM and of SLURM's signal, instead of its own handlers.
 
     Lightning's own handlers run collectives at whatever point of the code the signal interrupts. Without these
-    handlers, Lightning's broadcast of SIGTERM in every micro-batch has no use. The broadcast is removed too, because it
-    makes the CPU wait for the device.
+    handlers, Lightning's broadcast of SIGTERM in every micro-batch serves no purpose. The broadcast is removed too,
+    because it makes the CPU wait for the device.
 
     Raises:
         RuntimeError: If this version of Lightning lacks one of the replaced methods.
@@ -249,7 +249,8 @@ class StepBoundary:
     def is_end_of_fit(self) -> bool:
         """Return whether ``fit`` ends after this step.
 
-        If so, let the run end normally: a run that resumes from here would skip the last validation.
+        In that case, do not stop the run here, but let it end normally. Otherwise a resumed run would skip the last
+        validation.
         """
         is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
         return bool(is_last or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early))
@@ -259,7 +260,7 @@ class StepBoundary:
         if self.is_left and self._loop._num_ready_batches_reached():
             metrics |= self._loop._results.metrics(on_step=False)["callback"]  # add the metrics of the whole epoch
         state = type(self._loop).on_save_checkpoint(self._loop)
-        # leave out values that users have put into `callback_metrics` and that are not metrics
+        # users may put any values into `callback_metrics`, so leave out those that are not scalars
         scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
         return {**state, "callback_metrics": scalars, "is_left_behind_batch": self.is_left}
 
@@ -389,7 +390,10 @@ def _end_last_batch(fit_loop: dict[str, Any]) -> None:
 
 
 def set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Set the epoch of a data loader's samplers. On resuming, Lightning does so too late, after making the iterator."""
+    """Set the epoch of a data loader's samplers.
+
+    When a run resumes, Lightning sets the epoch too late: after making the iterator.
+    """
     _set_sampler_epoch(dataloader, epoch)
 
 

@@ -34,7 +34,7 @@ def take_hooks_off(wrapper: Any) -> None:
 
 
 def abandon_backward(wrapper: Any) -> None:
-    """Reset ``wrapper`` after a failed backward to the state in which it waits for the next backward."""
+    """Reset ``wrapper`` after a failed backward, so that it is ready for the next backward."""
     wrapper._root_pre_backward_hook_issued = False
     wrapper._params_require_handle_grad = set()
     for module in wrapper.module.modules():
@@ -45,9 +45,9 @@ def abandon_backward(wrapper: Any) -> None:
 
 
 def get_gradient_buffer(wrapper: Any, parameter: Any) -> Tensor:
-    """Return the flat memory in which backwards add up this rank's part of a parameter's gradient.
+    """Return the flat tensor in which each backward accumulates this rank's shard of a parameter's gradient.
 
-    ``parameter.grad`` may be a copy of it in another dtype.
+    ``parameter.grad`` may be a copy of this tensor in another dtype.
 
     Args:
         wrapper: ``megatron_fsdp.MegatronFSDP``.
@@ -61,10 +61,10 @@ def get_gradient_buffer(wrapper: Any, parameter: Any) -> Tensor:
 
 
 def keeps_buffers() -> bool:
-    """Return whether a unit of a double-buffered model has the same buffer in forward and in backward.
+    """Return whether each unit of a double-buffered model uses the same buffer in forward and in backward.
 
-    This is so since megatron-fsdp 0.6.0. In 0.5.1, tensors that were saved for backward may point to the other buffer,
-    which then holds the weights of another unit.
+    This has been the case since megatron-fsdp 0.6.0. In 0.5.1, a unit may use the other buffer in backward. Tensors
+    that were saved in forward then point to a buffer that holds the weights of another unit.
     """
     from megatron_fsdp.param_and_grad_buffer import FixedPoolAllocator
 

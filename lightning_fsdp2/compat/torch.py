@@ -25,10 +25,10 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 StridedShard: Any = placement_types._StridedShard
-"""Placement of packed weights, in which each part is sharded separately. transformers also uses it for experts."""
+"""Placement of weights that pack several separately sharded projections. transformers also uses it for experts."""
 
 StorageInfo: Any = filesystem._StorageInfo
-"""Class for the position of a tensor in a checkpoint's files. The file ``.metadata`` has used it since torch 2.1."""
+"""Class that stores a tensor's position in a checkpoint's files. ``.metadata`` files have used it since torch 2.1."""
 
 tree_map_only: Any = _pytree.tree_map_only
 """Function that maps the leaves of one type in nested containers. Only its module is private (torch 2.11 to 2.15)."""
@@ -53,17 +53,17 @@ flex_attention_operation: Any = torch._higher_order_ops.flex_attention
 
 
 class StateDictStager(_state_dict_stager.StateDictStager):
-    """Copier of state dicts to host memory that reuses this memory for the next copy.
+    """Stager that copies state dicts to host memory, and reuses this memory for the next copy.
 
-    In torch 2.11, the public ``DefaultStager`` closes the copier after each use, so that the next use fails. It is not
-    closed in torch 2.13 and 2.15.
+    In torch 2.11, the public ``DefaultStager`` closes the stager after each use, so the next use fails. torch 2.13 and
+    2.15 do not close it.
     """
 
     def _offload_tensor(self, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Tensor:
-        """Copy a tensor, even a DTensor whose local tensor begins in the middle of its memory.
+        """Copy a tensor, even a DTensor whose local tensor begins in the middle of its storage.
 
-        Shards of Megatron-FSDP are parts of one buffer. In torch 2.13, torch's own method takes such a DTensor for a
-        plain tensor, because ``data_ptr()`` returns the offset in the buffer instead of 0, and then fails.
+        Megatron-FSDP stores many shards in one buffer. In torch 2.13, torch's own method fails for such a DTensor. The
+        DTensor's ``data_ptr()`` is the offset in the buffer instead of 0, so the method mistakes it for a plain tensor.
         """
         if not isinstance(x, DTensor):
             return super()._offload_tensor(x, memo, non_blocking)
@@ -107,7 +107,7 @@ def get_shard(tensor: DTensor) -> Tensor:
 
 
 def split_evenly(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """Split ``tensor`` along ``dim`` into as many shards as there are ``ranks``, in the way DTensor does."""
+    """Split ``tensor`` along ``dim`` into one shard for each of ``ranks`` ranks, as DTensor does."""
     return placement_types.Shard(dim)._split_tensor(tensor, ranks, with_padding=False)[0]
 
 
@@ -210,9 +210,9 @@ def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a view of a one-dimensional mesh in which its axis is split into several axes.
 
-    FSDP2 with tensor parallelism needs several such views of the world, with one root mesh. In torch 2.11 to 2.15, only
-    ``DeviceMesh._unflatten`` makes such views. The alternative, slicing a root mesh by names that ``_flatten`` made, is
-    deprecated. Replace ``_unflatten`` when torch has a public equivalent.
+    FSDP2 with tensor parallelism needs several such views of the world that share one root mesh. In torch 2.11 to 2.15,
+    only ``DeviceMesh._unflatten`` makes such views. The alternative, slicing a root mesh by the names of axes that
+    ``_flatten`` made, is deprecated. Replace ``_unflatten`` when torch has a public equivalent.
     """
     return mesh._unflatten(0, sizes, names)
 
@@ -396,7 +396,7 @@ def can_compile_checkpointed_collectives() -> bool:
 
 
 def is_in_backward() -> bool:
-    """Return whether the caller runs inside a backward, where every forward recomputes checkpointed activations."""
+    """Return whether a backward is running. Any forward inside a backward recomputes checkpointed activations."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -437,8 +437,8 @@ def get_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of ``group``, after which a hanging collective raises an error.
 
-    The timeout has to be set afterwards because ``DeviceMesh._unflatten``, which makes the groups, has no argument for
-    it. ``set_timeout`` has been public since torch 2.15.
+    The timeout has to be set after the group is made, because ``DeviceMesh._unflatten``, which makes the groups, has no
+    argument for it. ``set_timeout`` has been public since torch 2.15.
     """
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
@@ -447,14 +447,14 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of ``group``, the shortest of its backends' timeouts. torch has no public way to read it.
 
-    For a group that is written in Python, which has no such backends, return torch's default.
+    A group that is implemented in Python has no such backends. For such a group, return torch's default.
     """
     timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
     return min(timeouts, default=dist.distributed_c10d.default_pg_timeout)
 
 
 def read_flight_record() -> dict[str, Any]:
-    """Return torch's record of this rank's last collectives of gloo groups. Its key ``entries`` lists the oldest first.
+    """Return torch's record of the latest gloo collectives on this rank. Its key ``entries`` lists the oldest first.
 
     This function works with torch 2.11 to 2.15. NCCL groups write their own record when they time out.
     """

@@ -1,4 +1,4 @@
-"""Access to private names of torch, to simulate many ranks in one process and tensors without values."""
+"""Access to private names of torch that simulate many ranks in one process, or tensors without values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,14 +21,15 @@ DATA_DEPENDENT_ERRORS: Any = (fake_tensor.DataDependentOutputException, fake_ten
 """Errors that operations on fake tensors raise if the result, or its shape, depends on values."""
 
 with_values: Any = fake_tensor.unset_fake_temporarily
-"""Context that suspends the mode of fake tensors, to compute with real values."""
+"""Context manager that temporarily disables the mode of fake tensors, to compute with real values."""
 
 
 @contextmanager
 def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Let this process act as one of ``world_size`` ranks inside the block, to see how tensors would be sharded.
 
-    Collectives do nothing. torch's own tests (2.11 to 2.15) use the same fake process group. torch has no public one.
+    Collectives do nothing. torch's own tests (2.11 to 2.15) use the same fake process group. torch has no public
+    equivalent.
 
     Raises:
         RuntimeError: If this process already belongs to a process group.
@@ -47,7 +48,7 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
         patches.callback(dist.destroy_process_group)
         # without communication, this broadcast would read uninitialised memory, so its replacement does nothing
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
-        # make only this rank's groups and shards: with thousands of ranks, those of all ranks would take too long
+        # make only this rank's groups and shards: making them for thousands of ranks would take too long
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
         patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield

@@ -105,13 +105,13 @@ def set_own_loss(model: Any, loss: Callable[..., Any] | None) -> None:
 
 
 def get_initializer(model: Any) -> Callable[[nn.Module], None]:
-    """Return the function that initialises a module of ``model``, without the module's submodules."""
+    """Return the function that initialises a single module of ``model``, but not the module's submodules."""
     initialize: Callable[[nn.Module], None] = model._init_weights
     return initialize
 
 
 def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
-    """Build a ``model_class`` from a config, without weights. Only auto classes have a public ``from_config``."""
+    """Build a ``model_class`` from a config, and load no weights. Only auto classes have a public ``from_config``."""
     return model_class._from_config(config, **options)
 
 

@@ -25,7 +25,7 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
 
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Skip the split into words: without merges, it would not change the tokens, and tokenising is faster without it.
+    # Do not split the text into words first. Without merges, the split would not change the tokens, only take time.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)

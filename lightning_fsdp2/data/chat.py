@@ -29,14 +29,14 @@ class ChatDataModule(SequenceDataModule):
     may also have ``tools``. Instead of ``messages``, a row may have a ``prompt`` and a ``completion``: either the texts
     of the user and the assistant, or lists of messages.
 
-    The tokenizer's chat template turns a row into text. A template can mark the answers with ``{% generation %}``. In
+    The tokenizer's chat template turns a row into text. A template can mark the answers with ``{% generation %}``. With
     any other template, an answer is the text between the template's generation prompt and the end of the turn. This
     rule fails for templates that write a turn differently when more turns follow, so such templates are rejected.
 
     Every batch is ``{"input_ids", "labels", "position_ids"}``, int64 tensors of shape [batch_size, sequence_length].
-    Several whole conversations are packed into a sequence. ``position_ids`` restart at each conversation, so that no
-    conversation attends to another. The model's attention must respect ``position_ids``; ``CausalLM`` rejects models
-    whose attention does not. Flash attention respects ``position_ids`` only at ``batch_size=1`` or under context
+    By default, several whole conversations are packed into one sequence. ``position_ids`` restart at each conversation,
+    so no conversation attends to another. The model's attention must respect ``position_ids``; ``CausalLM`` rejects
+    models whose attention does not. Flash attention respects ``position_ids`` only at ``batch_size=1`` or under context
     parallelism. Conversations longer than a sequence are truncated, and a warning says how many were truncated.
 
     One process per node tokenises the data, in ``prepare_data``. All other processes, and later runs with the same
@@ -90,7 +90,7 @@ class ChatDataModule(SequenceDataModule):
     """
 
     statistics: dict[str, LengthStatistics]
-    """Lengths of ``training``, ``validation`` and ``test``, set by ``setup``. A stream has none."""
+    """Length statistics by split (``training``, ``validation``, ``test``), set by ``setup``. Streams have none."""
 
     def __init__(
         self,

@@ -22,10 +22,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message can have."""
 
 _ANSWERS = "assistant"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern of transformers
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # same as in transformers
 _CONVERSATIONS_AT_ONCE = 64
 
-# The template has already written the special tokens.
+# Special tokens are not added, because the template has already written them.
 # `verbose=False` suppresses the warning about texts longer than the model's context, which are truncated later.
 _TOKENS_AS_WRITTEN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 
@@ -72,9 +72,9 @@ def tokenize_conversations(
 
     Returns:
         Rows with ``input_ids`` and ``labels``, lists of at most ``sequence_length`` integers. Labels are -100 except in
-        answers. ``length`` is the number of tokens of the conversation before truncation, and ``answer_tokens`` the
-        number of labels after truncation. ``is_empty`` says whether all answers of the conversation are empty. Such a
-        conversation would only teach the model to end its turn.
+        answers. ``length`` is the number of tokens of the conversation before truncation. ``answer_tokens`` is the
+        number of labels other than -100 after truncation. ``is_empty`` says whether all answers of the conversation are
+        empty. Such a conversation would only teach the model to end its turn.
 
     Raises:
         ValueError: When a row is not a conversation with an answer, when the template cannot render the conversation,
@@ -294,7 +294,7 @@ def _label_behind_prefixes(
 
 
 def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
-    """Return the conversation's text up to the start and up to the end of each answer, and finally the whole text."""
+    """Return two texts per answer, up to its start and up to its end, followed by the text of all messages."""
     from jinja2 import TemplateError
 
     messages = conversation.messages

@@ -1,4 +1,4 @@
-"""Dummy images for text-only batches, for training models that take text and images."""
+"""Dummy images for the text-only batches of models that take text and images."""
 
 from collections.abc import Mapping
 
@@ -13,6 +13,7 @@ def add_dummy_image(
 ) -> dict[str, Tensor]:
     """Add a dummy image to a batch without images, so that the image tower runs on every rank.
 
+    All ranks gather the weights of the image tower together. In each micro-batch, all ranks or none must run it.
     The image does not change the loss. Its placeholder tokens have no labels and come after the text of the first
     sequence, where causal attention hides them from the text. Call this function at the end of a collator::
 
@@ -20,8 +21,8 @@ def add_dummy_image(
         loader = DataLoader(rows, collate_fn=lambda rows: add_dummy_image(collate(rows), dummy))
 
     Args:
-        batch: Tensors by the model's argument names. ``input_ids`` and all other tensors of its shape,
-            [sequences, length], become longer by the number of placeholders.
+        batch: Tensors, keyed by the names of the model's arguments. ``input_ids`` and all other tensors of the same
+            shape, [sequences, length], become longer by the number of placeholders.
         dummy: Output of the model's processor for one image: ``input_ids`` of shape [1, placeholders], and the inputs
             of the image tower, such as ``pixel_values``.
         pad_token_id: Token with which all sequences except the first are padded.

@@ -1,4 +1,4 @@
-"""Statistics of the lengths of conversations, and of how full the packed sequences are."""
+"""Statistics of the lengths of conversations and of the padding in packed sequences."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def measure_lengths(conversations: Dataset, *, sequences: int | None, sequence_l
 
     Args:
         conversations: Dataset with the columns ``length``, ``answer_tokens`` and ``is_empty``.
-        sequences: Number of sequences into which the conversations are packed; None if each is its own sequence.
+        sequences: Number of sequences into which the conversations are packed; None if each conversation is its own
+            sequence.
         sequence_length: Tokens per sequence.
     """
     columns = conversations.select_columns(["length", "answer_tokens", "is_empty"]).with_format("numpy")[:]

@@ -42,7 +42,8 @@ class ResumableSampler(DistributedSampler[int]):
         rank: Number of this rank.
         shuffle: Whether to shuffle the samples in a different order in each epoch.
         seed: Seed with which the samples are shuffled.
-        drop_last: Whether to leave out the last samples, instead of repeating some, if ranks would get unequal numbers.
+        drop_last: Whether to leave out the last samples if they do not fill all ranks. Otherwise some samples are
+            repeated.
         multiple_of: Size of a group of samples over all ranks, a multiple of ``num_replicas``. An epoch consists of
             whole groups. Samples at the end of the epoch that do not fill a group are left out.
     """
@@ -78,7 +79,8 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
     the stream that do not fill a round of ``multiple_of`` sequences are left out.
 
     Args:
-        sequences: Stream of rows of integers. If the stream is shuffled, its ``set_epoch`` changes the order.
+        sequences: Stream of rows whose columns are lists of integers. If the stream is shuffled, its ``set_epoch``
+            changes the order.
         num_replicas: Number of ranks.
         rank: Number of this rank.
         multiple_of: Number of sequences in a round, a multiple of ``num_replicas``. None for one sequence per rank.
@@ -114,7 +116,7 @@ class SequenceStream(TorchIterableDataset[dict[str, Tensor]]):
         # use the method `iter`, because the builtin `iter` would shuffle differently in a worker process
         batches = self._sequences.iter(batch_size=_ROWS_AT_ONCE)
         rows = (zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True))
-        rounds = zip(*[rows] * self._round, strict=False)  # complete ones only
+        rounds = zip(*[rows] * self._round, strict=False)  # complete rounds only
         own = (row for round in rounds for row in round[self._rank :: self.num_replicas])
         for row in itertools.islice(own, self.start, None):
             yield {name: torch.tensor(values, dtype=torch.int64) for name, values in row}
@@ -153,7 +155,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return how many batches of the current size precede the restored position, or None if there is none."""
+        """Return how many batches of the current size precede the restored position; None if none is restored."""
         if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
@@ -177,7 +179,8 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
     """Data loader over a :class:`SequenceStream` that saves and restores its position.
 
     The position is like that of a :class:`ResumableDataLoader`, but does not count the last batch that the loader has
-    yielded. Lightning reads one batch ahead from a loader without a length, so it has not trained on this batch yet.
+    yielded. Lightning reads one batch ahead from a loader without a length, so the model has not been trained on this
+    batch yet.
     """
 
     has_global_position = True
@@ -198,7 +201,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         stream.start = samples // stream.num_replicas
         for number, batch in enumerate(super().__iter__()):
             # When a run resumes, Lightning may fetch one batch and then iterate again from the same position.
-            # The next iteration therefore starts a new epoch only if the current one has reached its second batch.
+            # The next iteration therefore starts a new epoch only if this iteration has reached its second batch.
             if number == 1:
                 self._start, self._restored_samples = (epoch + 1, 0), None
             self._position = epoch, samples
@@ -213,7 +216,7 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return how many batches of the current size precede the restored position, or None if there is none."""
+        """Return how many batches of the current size precede the restored position; None if none is restored."""
         if self._restored_samples is None:
             return None
         return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)

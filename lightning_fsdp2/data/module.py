@@ -43,7 +43,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     One process per node reads and tokenises the data, in ``prepare_data``. All other processes, and later runs, find
     the result in the cache of the ``datasets`` library. If one rank fails, every rank raises an error, so no rank waits
-    forever. The ``__init__`` of a subclass calls the four setters below, in the order in which they are defined.
+    forever. The ``__init__`` of a subclass calls the four methods ``_set_...``, in the order of their definitions.
 
     Args:
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. None for one token per byte.
@@ -341,7 +341,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         num_replicas, rank = self._get_replicas_and_rank()
         if isinstance(self.train_dataset, SequenceStream):
             stream = self.train_dataset.share(num_replicas, rank, self.global_batch_size)
-            stream.set_epoch(self.trainer.current_epoch if self.trainer else 0)  # a resumed run's epoch
+            stream.set_epoch(self.trainer.current_epoch if self.trainer else 0)  # can be above 0 if resumed
             return ResumableStreamLoader(stream, drop_last=True, **self._get_loader_options())
         needed = self.global_batch_size or self.batch_size * num_replicas
         if len(self.train_dataset) < needed:
@@ -409,8 +409,8 @@ class SequenceDataModule(LightningDataModule, ABC):
                 pad_token_id=self.tokenizer.eos_token_id,
             ),
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            # Each iterator draws a seed, and a resumed run creates fewer or more iterators than an uninterrupted run.
-            # Seeds from the global generator would therefore give dropout different random numbers in the resumed run.
+            # Each iterator draws a seed, and a resumed run creates a different number of iterators. With draws from the
+            # global generator, dropout in the resumed run would differ from dropout in an uninterrupted run.
             "generator": torch.Generator(),
         }
 

@@ -1,4 +1,4 @@
-"""Splitting of documents, and packing of their tokens into sequences of equal length."""
+"""Splitting of documents into training and validation sets, and packing of documents into sequences."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _CONVERSATIONS_AT_ONCE = 1024
 def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split documents into a training and a validation set, by a hash of their content.
 
-    Equal documents go to the same set. A document stays in its set when other documents are added or removed. There is
-    one exception: if a set would be empty, one document moves there. A lone document is cut, and its end becomes the
-    validation set.
+    Equal documents go to the same set. A document stays in its set when other documents are added or removed. There are
+    two exceptions. If a set would be empty, one document is moved into it. If there is only one document, it is cut in
+    two, and its end becomes the validation set.
 
     Args:
         documents: Any dataset with a column ``text``.
@@ -42,7 +42,7 @@ def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[
     if len(documents) == 1:
         return _cut(documents, fraction)
     train, validation = _split_at(documents, fraction, seed)
-    if not len(train) or not len(validation):  # few documents
+    if not len(train) or not len(validation):  # likely only with few documents
         _, *others = sorted({_hash_to_unit(text, seed) for text in documents["text"]})
         if others:
             return _split_at(documents, others[-1] if len(validation) else others[0], seed)
@@ -93,8 +93,8 @@ def pack_documents(
 ) -> Dataset:
     """Tokenise documents, end each with the end-of-text token, join them into a stream and cut it into sequences.
 
-    Tokens at the end of the stream that do not fill a sequence are dropped. Padding would need a pad token, and a
-    padded sequence would weigh less than the other sequences in its batch.
+    Tokens at the end of the stream that do not fill a sequence are dropped. They are not padded, because padding would
+    need a pad token, and a padded sequence would have less weight in its batch than a full sequence.
 
     Args:
         documents: Any dataset with a column ``text``.
@@ -105,8 +105,8 @@ def pack_documents(
         remedy: Advice in the error message.
 
     Returns:
-        A dataset with rows of ``{"input_ids": int64 tensor of shape [sequence_length]}`` and, if asked for,
-        ``"position_ids"`` of the same dtype and shape, which restart at 0 at each document.
+        A dataset with rows of ``{"input_ids": int64 tensor of shape [sequence_length]}``. With ``with_position_ids``,
+        the rows also have ``"position_ids"`` of the same dtype and shape, which restart at 0 at each document.
 
     Raises:
         ValueError: When all documents together have fewer tokens than one sequence.
@@ -207,7 +207,7 @@ class _Packer:
         sequences = {"input_ids": self._cut("input_ids", documents)}
         if "position_ids" in self.columns:
             positions = self._cut("position_ids", [np.arange(len(document), dtype=np.int32) for document in documents])
-            # positions count from 0 even if a sequence begins in the middle of a document
+            # positions start at 0 in every sequence, even if it begins in the middle of a document
             sequences["position_ids"] = np.minimum(positions, np.arange(self.sequence_length, dtype=np.int32))
         return sequences
 
@@ -223,9 +223,9 @@ def pack_conversations(
 ) -> Dataset | IterableDataset:
     """Pack whole conversations into sequences, and pad each sequence to ``sequence_length``.
 
-    Conversations are packed in batches of about a thousand. In each batch, the longest conversations are placed first,
-    and each is placed in the sequence with the least room that suffices (best fit decreasing; Johnson 1973). No
-    conversation is cut, since the part after the cut would lack the question.
+    Conversations are packed in batches of about a thousand. In each batch, the longest conversations are placed first.
+    Each conversation goes into the fullest sequence that still has room for it (best fit decreasing; Johnson 1973). No
+    conversation is cut, since the text after the cut would lack the question.
 
     Args:
         conversations: Rows of ``input_ids``, ``labels`` and ``answer_tokens``. Rows without answer tokens are left out.

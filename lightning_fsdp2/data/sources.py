@@ -271,7 +271,7 @@ def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
 
 
 def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:
-    """Read rows, and return each row as a JSON string. Unlike in a table, each row may have different columns.
+    """Read rows, and return each row as a JSON string. The rows may have different columns, unlike in a table.
 
     Args:
         source: Files, as from :func:`find_files`, or a dataset. A ``.parquet`` file contains a table, and a ``.json``
@@ -386,7 +386,7 @@ def _is_list(file: str) -> bool:
 def _read_list(file: str) -> Iterator[dict[str, str]]:
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # errors of JSON and of UTF-8
+    except ValueError as error:  # invalid JSON or invalid UTF-8
         raise ValueError(
             f"{file}: the file is not a JSON list ({error}); repair it, or write one object per line."
         ) from error

@@ -113,7 +113,7 @@ class _Merge:
 
     @torch.no_grad()
     def _merge(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        layer: Any = copy.deepcopy(self._weights.skeleton.get_submodule(path))  # it has no weights
+        layer: Any = copy.deepcopy(self._weights.skeleton.get_submodule(path))  # cheap, as it has no weights
         layer.load_state_dict(tensors, assign=True)
         layer.merge(adapter_names=[self._adapter])
         merged: dict[str, Tensor] = layer.get_base_layer().state_dict()

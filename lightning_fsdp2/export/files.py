@@ -71,7 +71,7 @@ def build_file_layout(
 
     left_out = {*tied, *(get_keys_left_out_on_save(skeleton))}
     dtypes = _get_dtypes(skeleton, specs, dtype)
-    # new tensors, so that no two tensors share a storage
+    # create new tensors that share no storage, because `_Origins` identifies tensors by their storages
     kept = {
         name: torch.empty(specs[name].shape, dtype=dtypes[name], device="meta")
         for name in skeleton.state_dict()
@@ -124,7 +124,7 @@ def _get_dtypes(
 def _trace_conversion(
     skeleton: "PreTrainedModel", specs: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, frozenset[str]]]:
-    """Convert the meta tensors ``specs``, and record from which of them each stored tensor is computed."""
+    """Convert the meta tensors ``specs``, and record which of them each stored tensor is computed from."""
     from transformers.core_model_loading import revert_weight_conversion
 
     origins = _Origins(specs)
@@ -134,7 +134,7 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Dispatch mode that records from which of ``tensors`` each result of an operation is computed.
+    """Dispatch mode that records which of ``tensors`` the result of each operation is computed from.
 
     The mode identifies tensors by their storages.
     """

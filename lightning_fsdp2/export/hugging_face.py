@@ -1,9 +1,10 @@
 """Export of models in Hugging Face's format, from shards or a checkpoint, without a full copy of the model in memory.
 
 The stored tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Stored
-tensors may differ from the model's tensors: for example, packed MoE experts are stored one by one. A conversion of the
-model without weights shows from which of the model's tensors each stored tensor is computed. Then the ranks write the
-files in parallel. Each rank writes one file at a time, from tensors that the ranks gather for this file.
+tensors may differ from the model's tensors: for example, packed MoE experts are stored one by one. To find out
+which of the model's tensors each stored tensor is computed from, the conversion is first run on the model without
+weights. Then the ranks write the files in parallel. Each rank writes one file at a time, from tensors that the ranks
+gather for this file.
 """
 
 import json
@@ -126,7 +127,7 @@ def export_hf(
 
 def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
     """Write all files to a hidden directory, and rename it to ``out`` once it is complete."""
-    drafts: list[Draft] = []  # on rank 0
+    drafts: list[Draft] = []  # only rank 0 appends a draft
 
     def start() -> Path:
         check_free_space(out, layout.total_size)

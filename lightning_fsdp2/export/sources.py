@@ -91,7 +91,7 @@ def open_checkpoint(
 
     Args:
         path: Path of the checkpoint.
-        model: Path of the model in the module that was saved; None for the only one.
+        model: Path of the model in the module that was saved; None if there is only one model.
         pretrained: Current directory of the pretrained model's files; None if they have not moved.
         needs_base: Whether the pretrained model's files are needed even if the model has adapters.
         verify: Whether to compare data that is read from a checkpoint directory with its checksums.
@@ -147,7 +147,7 @@ class _Base:
     """Fingerprint of the model that training began with."""
 
     names: dict[str, str]
-    """Names of the left-out weights in the model without adapters, by their names in the model with adapters."""
+    """Name of each left-out weight in the model without adapters, by its name in the model with adapters."""
 
     description: Description
 
@@ -180,7 +180,7 @@ class _Base:
 
 
 class _Gather:
-    """Reader that gathers the tensors of a sharded state dict one by one. Each rank keeps only those that it wants."""
+    """Reader that gathers a sharded state dict's tensors one by one. Each rank keeps only the tensors that it wants."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""Loggers, and the description of a run that is logged to every logger."""
+"""Loggers, and the description of a run that every logger receives."""
 
 from lightning_fsdp2.loggers.wandb import WandbLogger
 

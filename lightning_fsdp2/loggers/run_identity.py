@@ -24,7 +24,7 @@ _SECRET_NAME = re.compile(r"(token|secret|password|passwd|credentials?|(^|_)key|
 _SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S*(?:sig|key|token|credential)\S*", re.IGNORECASE)
 
 _MOST_ITEMS = 200
-"""Maximum length of a list or dict whose items are described. A longer one may be the data of a data module."""
+"""Maximum length of a list or dict that is described item by item. A longer list or dict may be a whole dataset."""
 
 _GIT_TIMEOUT_SECONDS = 10
 
@@ -34,7 +34,7 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
 
     Args:
         trainer: Trainer with a strategy of this package, after its setup.
-        module: Module that the Trainer trains, sharded.
+        module: Module that the Trainer trains, after sharding.
 
     Returns:
         The strategy with its mesh and flags, the devices, the dtypes in effect, the numbers of parameters in total and

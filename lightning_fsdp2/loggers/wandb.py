@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 _STEP = "trainer/global_step"
 
 _FLUSH_SECONDS = 1.0
-"""Seconds between writes to disk by W&B's service, 15 by default. A killed job loses rows not yet written."""
+"""Seconds between two writes to disk by W&B's service. A killed job loses rows not yet written.
+
+W&B's default is 15 seconds.
+"""
 
 _ROWS_BEHIND_A_SAVE = 10
-"""Number of rows reserved for metrics that a step logs after its checkpoint is saved. Unused rows are harmless."""
+"""Size of the gap that a resumed run leaves in the row numbers after those of its checkpoint.
+
+The gap is reserved for metrics that a step logs after its checkpoint is saved. Unused row numbers are harmless.
+"""
 
 CheckpointLogging = Literal["reference", "upload"]
 
@@ -157,7 +163,11 @@ class WandbLogger(loggers.WandbLogger):
 
     @rank_zero_only
     def continue_run(self, state: Mapping[str, Any]) -> None:
-        """Continue a checkpoint's run, given the ``state`` that :meth:`get_state` returned, unless ``id`` was set."""
+        """Continue the run of a checkpoint, unless the logger was created with an ``id``.
+
+        Args:
+            state: State in the checkpoint, as returned by :meth:`get_state`.
+        """
         if self._is_id_given or state["id"] == self.version:
             return
         if self._experiment is None:
@@ -206,7 +216,7 @@ class WandbLogger(loggers.WandbLogger):
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
         if run.step < self._first_row:  # offline, W&B does not know the run's last row
             run.log({}, step=self._first_row)
-        run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call it too
+        run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call `log` too
         return run
 
     def _start_without(self, error: Exception) -> Any:
@@ -335,6 +345,6 @@ def _add_references(artifact: "Artifact", path: str) -> None:
 
 def _add_files(artifact: "Artifact", path: str) -> None:
     found = get_path(path)
-    # by default, W&B would copy all files twice before the upload: to its cache, and to protect them from changes
+    # by default, W&B would copy all files twice before the upload: once to its cache, once to protect against changes
     add = artifact.add_dir if found.is_dir() else artifact.add_file
     add(str(found), policy="immutable", skip_cache=True)

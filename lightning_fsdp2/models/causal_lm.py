@@ -214,8 +214,8 @@ class CausalLM(LightningModule):
         """Return the logits, of shape [batch, sequence, vocabulary].
 
         With ``FSDP2Config.loss_parallel``, the logits are a DTensor. With context parallelism, each rank gets the
-        logits of its own positions; :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence` collects those of
-        all ranks.
+        logits of its own positions; :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence` collects the logits
+        of all ranks.
         """
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 
@@ -325,7 +325,7 @@ class CausalLM(LightningModule):
         return [group for group in groups if group["params"]]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        # our strategies have already turned the gradients into token means; for other strategies, this call does so
+        # scale the gradients to those of the mean loss per token, unless one of our strategies has already done so
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):

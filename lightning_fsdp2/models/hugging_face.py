@@ -27,9 +27,9 @@ def from_pretrained(
 ) -> "PreTrainedModel":
     """Build a Hugging Face model without weights, so that each rank later reads only its shards from the files.
 
-    Call this function in ``configure_model`` of any LightningModule. The model is on the meta device until the strategy
-    shards it; in a plain loop, ``fsdp2_strategy_parallelize`` or a manager shards the model. Then each rank reads its
-    slices of the weights from the files. The model is in training mode::
+    The model is in training mode, and is on the meta device until the strategy shards it. In a plain loop,
+    ``fsdp2_strategy_parallelize`` or a manager shards the model. Then each rank reads its slices of the weights from
+    the files. Call this function in ``configure_model`` of any LightningModule::
 
         def configure_model(self):
             if self.model is None:
@@ -241,7 +241,7 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
         if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
-        # Accept the old name of a renamed field: it changes the value of another field, the one with the new name.
+        # Accept the old name of a renamed field. An old name changes the value of the field with the new name.
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
             raise ValueError(
                 f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. Its fields are"

@@ -89,7 +89,7 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
-    """Return whether a model's config says that it is causal. This is used if no trial run is possible."""
+    """Return whether a config says that its model is causal. Use this only if no trial run is possible."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     text = config.get_text_config()

@@ -24,11 +24,11 @@ _FIELDS = (
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("bias", "lora_bias", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"),
 )
-"""Supported fields of ``LoraConfig``. Other fields need whole weights or layers of the base model."""
+"""Supported fields of ``LoraConfig``. Other fields need unsharded weights or layers of the base model."""
 
 _NOTES = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 _NOTES |= {"inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
-"""Fields of adapter configs that training ignores. ``inference_mode`` in a saved config would freeze the adapter."""
+"""Fields of saved adapter configs that training ignores. For example, ``inference_mode`` would freeze the adapter."""
 
 _FIXED = {
     "task_type": ("CAUSAL_LM", "is not the task of CausalLM; leave it out"),
@@ -40,7 +40,7 @@ _FIXED = {
 def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
     """Build peft's ``LoraConfig`` from a mapping of its fields, or from the directory of an adapter.
 
-    A mapping has some defaults that differ from peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers except
+    For a mapping, some defaults differ from peft's: ``r=16``, ``lora_alpha=2 * r``, and all linear layers except
     the head as targets.
 
     Raises:
@@ -68,7 +68,7 @@ def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Pat
 
     Raises:
         ValueError: When the adapter's config names a base model with different weights. If the files of that base model
-            are not available for comparison, only warn.
+            are not available for comparison, there is only a warning.
     """
     base = config.base_model_name_or_path
     if not base or base == pretrained:
@@ -91,7 +91,7 @@ def add_lora(
 ) -> "PeftModel":
     """Freeze ``model`` and put adapters around its layers.
 
-    If the model is on the meta device, its adapters get their weights when the model gets its own. peft's code
+    If the model is on the meta device, the adapters get their weights later, together with the model. peft's code
     initialises new adapters, to the same values on any mesh.
 
     Args:
@@ -108,8 +108,8 @@ def add_lora(
 
     _check_modules(model, config, folder)
     on_meta = model.device.type == "meta"
-    # a copy, because peft fills in missing fields
-    # `autocast_adapter_dtype=False` gives adapters the model's dtype, because an FSDP2 unit must have a single dtype
+    # Copy the config, because peft fills in missing fields.
+    # `autocast_adapter_dtype=False` gives adapters the model's dtype, because an FSDP2 unit must have a single dtype.
     own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
     adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
     adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path

@@ -1,6 +1,6 @@
 """Trial runs of a small copy of a language model, to find out properties that its config does not reveal.
 
-A trial answers two questions. Do tokens attend to later tokens, although the model should learn to predict those?
+A trial answers two questions. Do tokens attend to later tokens, which the model should learn to predict?
 Does the model accept more positions than its config specifies? Configs answer these questions in different ways, or not
 at all. So a copy of the config is reduced to two small layers, and a model with the reduced config runs on the CPU, in
 a fraction of a second.
@@ -65,11 +65,14 @@ class Trial:
     """Whether the logits at a position do not depend on later tokens."""
 
     lost_positions: int | None
-    """How many positions fewer than in its config the model accepts; None if it accepts more, or if this is unknown."""
+    """Number of the config's positions that the model does not accept.
+
+    None if the model accepts more positions than its config specifies, or if this is unknown.
+    """
 
 
 _TRIALS: dict[str, Trial | None] = {}
-"""Results by config as JSON. They are kept because a run may build its model several times."""
+"""Results, keyed by class and JSON of the config. They are kept because a run may build its model several times."""
 
 
 def try_config(config: "PretrainedConfig") -> Trial | None:
@@ -175,5 +178,5 @@ def _get_cuts(fields: dict[str, Any], cuts_widths: bool) -> dict[str, Any]:
 
 
 def _choose_layers(kinds: Any) -> tuple[int, int]:
-    """Return the indices of the first layer and of the next layer of a different kind, or 0 and 1 if there is none."""
+    """Return the indices of the first layer and the first layer of another kind (or 0 and 1 if all are of one kind)."""
     return 0, next((i for i, kind in enumerate(kinds or ()) if kind != kinds[0]), 1)

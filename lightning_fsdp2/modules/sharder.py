@@ -42,7 +42,7 @@ def set_sharder(module: nn.Module, sharder: Sharder) -> None:
 
 
 def get_optional_sharder(module: nn.Module) -> Sharder | None:
-    """Return the sharder of a whole ``module``; None if the module is not sharded or is sharded by FSDP2."""
+    """Return the sharder recorded on ``module``; None if the module is not sharded or is sharded by FSDP2."""
     return module.__dict__.get(_ATTRIBUTE)
 
 

@@ -226,8 +226,8 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     """Return the lists of blocks in ``root`` that are sharded, compiled and checkpointed layer by layer.
 
     A list is a ``ModuleList`` or ``ModuleDict`` whose items own parameters, or a ``Sequential`` of composite modules of
-    one class. A list may be at any depth, but not inside a block of another list. MoE experts, for example, belong to
-    their block.
+    one class. A list may be at any depth, but not inside a block of another list. For example, a list of MoE experts
+    is part of its block.
 
     A container inside a container is a separate list. A Hugging Face model inside a ``ModuleList`` is not a block, and
     neither is a module without a forward. Both are searched for lists of their own. A block that is registered twice

@@ -10,9 +10,9 @@ from torch import nn
 def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "forward") -> None:
     """Replace the method ``name`` of this instance with ``wrapper(method, ...)``.
 
-    Like ``fully_shard``, this function replaces the module's class by a subclass. The layers of transformers put
-    activation checkpointing around the ``forward`` of any subclass, so recomputation includes the wrapper. Hooks would
-    not work, because recomputation ends with an exception, after which torch does not call forward hooks.
+    Like ``fully_shard``, this function replaces the module's class with a subclass. Activation checkpointing in the
+    layers of transformers also covers the ``forward`` of a subclass, so recomputation includes the wrapper. Hooks would
+    not work, because recomputation stops early with an exception, after which torch does not call forward hooks.
     """
     if name in module.__dict__:  # already replaced for this instance
         method = getattr(module, name)

@@ -42,7 +42,7 @@ class Knobs:
         return self.dp * self.batch_size * self.accumulation
 
     def with_flags(self, **flags: Any) -> "Knobs":
-        """Return these settings with other values of ``flags`` in the config."""
+        """Return a copy of these settings in which the config has the values in ``flags``."""
         return replace(self, config=replace(self.config, **flags))
 
 
@@ -50,8 +50,8 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
     """Read the current settings of a run.
 
     Raises:
-        ValueError: When the parallel sizes do not fit the number of ranks, or the tensors of ``batch`` do not share the
-            size of their first dim.
+        ValueError: When the parallel sizes do not fit the number of ranks, or the first dims of the tensors in
+            ``batch`` differ in size.
     """
     strategy = trainer.strategy
     sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
@@ -112,7 +112,7 @@ def _get_settings(knobs: Knobs) -> dict[str, Any]:
     """Return the settings and flags by name. ``dp`` is left out, because the other sizes determine it."""
     sizes = {name: getattr(knobs, name) for name in _SIZES}
     flags = knobs.config.to_dict()
-    # the config stores a policy for True; a plan turns offloading on, but changes no policy
+    # return True instead of the stored policy, since a plan may turn offloading on but never changes the policy
     flags |= {name: True for name, value in flags.items() if isinstance(value, CPUOffloadPolicy)}
     return {**sizes, **flags, "loss": knobs.loss, "batch_size": knobs.batch_size, "accumulation": knobs.accumulation}
 

@@ -83,7 +83,7 @@ class Run:
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide messages about real runs
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide messages that are meant for real runs
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options

@@ -112,7 +112,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the run's options, with the resulting memory and step time."""
+    """A change to the run's options, with the resulting memory and step time."""
 
     name: str
     """Description of the change, such as ``activation_checkpointing='full'``."""
@@ -264,8 +264,8 @@ def without_offloaded(recording: Recording) -> Recording:
     """Return ``recording`` without the tensors and operations that FSDP2's ``CPUOffloadPolicy`` moves to the host.
 
     These are the weights, gradients and optimizer states, and the optimizer's operations. Simulations use the CPU, the
-    only device that needs no driver. The recipe ignores the policy on a CPU, since shards are in host memory anyway,
-    so a recording contains these tensors and operations.
+    only device that needs no driver. On a CPU, the recipe ignores the policy, since shards are in host memory anyway.
+    A recording therefore contains these tensors and operations.
     """
     end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]

@@ -53,7 +53,7 @@ _CHANGE_STEPS = (
     "StochasticWeightAveraging",
     "WeightAveraging",
 )
-"""Stock callbacks that hold weights themselves, or change the number of micro-batches in a step."""
+"""Callbacks of Lightning and this package that keep extra weights, or change the number of micro-batches in a step."""
 
 _ALIKE = "All ranks hold the same amount, so only rank 0 is shown."
 
@@ -241,7 +241,7 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
-    """Return a note on the callbacks and plugins in ``paths`` whose memory and time the plan does not include."""
+    """Return notes on the callbacks and plugins in ``paths`` whose memory and time the plan does not include."""
     stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
     counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
     return [f"Not taken into account: {', '.join(counted)}."] if counted else []

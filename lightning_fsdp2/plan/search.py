@@ -26,7 +26,7 @@ from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 _LARGEST_MICRO_BATCH = 16
 _RECOMPUTATIONS: tuple[str | bool, ...] = (False, "selective", "full")
 _SHORTEST_PART = 1024
-"""Smallest number of tokens of a sequence on a context parallel rank."""
+"""Smallest number of tokens that a context parallel rank may hold of each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Candidate:
     """Estimated step time in seconds, at the rates that kernels reach."""
 
     reason: str
-    """Largest parts of the estimated time, with their shares."""
+    """Largest contributions to the estimated time, with their shares: operations, and collectives by mesh axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _get_model_parallel_size(layout: Knobs) -> int:
 
 
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
-    """Yield the layouts to start from, with tensor parallelism within a node, and one replica in all or one per node.
+    """Yield the layouts to start from, with tensor parallelism only within nodes, and one replica or one per node.
 
     These layouts have one sample per micro-batch and no recomputation. :func:`search` then varies the micro-batch size
     and the recomputation.

@@ -201,7 +201,7 @@ def _name_resharding(reshard_after_forward: bool | int) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """Format a number of bytes, such as ``1.5 GiB``."""
+    """Format a number of bytes as text, such as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.1f} {unit}" if unit != "B" else f"{number} B"
@@ -210,7 +210,7 @@ def format_bytes(number: int) -> str:
 
 
 def format_count(number: int) -> str:
-    """Format a number of parameters, such as ``1.24 B`` for 1.24 billion."""
+    """Format a number of parameters as text, such as ``1.24 B`` for 1.24 billion."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Raising of one rank's error on every rank, because the other ranks would otherwise wait in a collective."""
+"""Raise one rank's error on every rank, because the other ranks would otherwise wait in a collective."""
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -44,7 +44,8 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
     Args:
         ranks: Ranks in ascending order.
-        hosts: Host of each rank, beginning with rank 0. The list may end early; "" is an unknown host.
+        hosts: Host of each rank, beginning with rank 0, or "" if the host is unknown. Hosts of the last ranks may be
+            missing.
     """
     parts = []
     for host, of_host in groupby(ranks, key=lambda rank: hosts[rank] if rank < len(hosts) else ""):

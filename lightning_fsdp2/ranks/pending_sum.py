@@ -27,7 +27,9 @@ _FREE = {
 
 
 class Summands:
-    """Summands of the output of an input embedding with sharded weights, which the ranks can add up later.
+    """Summands of an input embedding's output, one on each rank, which the ranks can add up later.
+
+    Each rank has only a summand because the embedding's weights are sharded.
 
     Args:
         tensor: Summand of this rank.
@@ -91,7 +93,7 @@ class PendingSum(Tensor):
     models read the values before the first layer, for example to add learned positions, to scale the embeddings, or to
     insert the embeddings of an image. Such a read computes the whole sum, which needs one all-reduce.
 
-    For autograd, this is a tensor of the whole shape, and its gradient is equal on all ranks.
+    For autograd, this is a tensor with the shape of the whole sum, and its gradient is equal on all ranks.
     """
 
     summands: Summands
@@ -119,7 +121,7 @@ class PendingSum(Tensor):
         return self._whole
 
     def get_part(self, dim: int) -> Tensor:
-        """Return this rank's part of the sum along ``dim``, whose size is divisible by the number of ranks."""
+        """Return this rank's part of the sum along ``dim``. The number of ranks must divide the size of ``dim``."""
         if self.summands.is_added:
             return split(self.get_whole(), dim, self.summands.group)
         return _Part.apply(self, dim)

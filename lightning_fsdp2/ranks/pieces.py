@@ -1,4 +1,4 @@
-"""The pieces of a DTensor that a rank holds, for shards that are not one contiguous, even part of the tensor.
+"""The pieces of a DTensor that a rank holds, even for shards that are not contiguous or not of even size.
 
 Most shards are as ``Shard`` describes them. Two kinds are not:
 
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Contiguous range of indices along a dim of the whole tensor. The ranges of a shard lie one after the other."""
+    """Contiguous range of indices along a dim of the whole tensor. The local tensor holds a shard's ranges in order."""
 
     start: int
     length: int
@@ -54,7 +54,7 @@ def is_uneven(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def without_uneven_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of the same ranks and process groups on which all shards are even."""
+    """Return a mesh of the same ranks and process groups, without the axis name that marks shards as uneven."""
     if mesh.mesh_dim_names is None or UNEVEN_SHARD not in mesh.mesh_dim_names:
         return mesh
     names = tuple("even_shard" if name == UNEVEN_SHARD else name for name in mesh.mesh_dim_names)
@@ -62,7 +62,7 @@ def without_uneven_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def get_packed_placements(tensor: DTensor) -> dict[int, Any]:
-    """Return the placements that leave each rank with several pieces of ``tensor``, as a dict by mesh axis."""
+    """Return the placements that leave each rank with several pieces of ``tensor``, as a dict keyed by mesh axis."""
     return {
         axis: placement
         for axis, placement in enumerate(tensor.placements)
@@ -73,7 +73,7 @@ def get_packed_placements(tensor: DTensor) -> dict[int, Any]:
 def get_uneven_group(tensor: DTensor) -> dist.ProcessGroup | None:
     """Return the process group that holds the shards of an uneven ``tensor``; None if each of its ranks holds all rows.
 
-    With tensor parallelism, "all rows" are those of the tensor parallel rank's part.
+    With tensor parallelism, "all rows" means all rows of the tensor parallel shard.
     """
     axis = _get_axes(tensor).index(UNEVEN_SHARD)
     return None if tensor.placements[axis].is_replicate() else tensor.device_mesh.get_group(axis)
@@ -117,12 +117,12 @@ def _list_sharding_axes(tensor: DTensor) -> list[int]:
     """Return the mesh axes that shard ``tensor``, in the order in which they cut it."""
     packed = get_packed_placements(tensor)
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    # FSDP2 cuts what the later axes have left, and marks this by a strided placement
+    # FSDP2 cuts the shards that the later axes have made, and marks this with a strided placement
     return sorted(axes, key=lambda axis: isinstance(tensor.placements[axis], StridedShard) and axis not in packed)
 
 
 def _shard(ranges: list[_Range], tensor: DTensor, axis: int) -> list[_Range]:
-    """Return the ranges that remain of ``ranges`` after a mesh axis has sharded them, packed or evenly."""
+    """Return the parts of ``ranges`` that this rank keeps when the mesh axis ``axis`` shards them, packed or evenly."""
     packed = get_packed_placements(tensor).get(axis)
     count = 1 if packed is None else packed.split_factor
     size = sum(length for _, length in ranges) // count
@@ -132,7 +132,7 @@ def _shard(ranges: list[_Range], tensor: DTensor, axis: int) -> list[_Range]:
 
 
 def _cut(ranges: list[_Range], start: int, length: int) -> list[_Range]:
-    """Return the ranges that contain the ``length`` indices from the ``start``-th one on."""
+    """Return the parts of ``ranges`` that contain ``length`` indices, beginning at the ``start``-th index."""
     found = []
     for first, count in ranges:
         skipped = min(max(start, 0), count)
@@ -144,7 +144,7 @@ def _cut(ranges: list[_Range], start: int, length: int) -> list[_Range]:
 
 
 def _list_slices(ranges: list[_Range]) -> list[tuple[slice, slice]]:
-    """Return where each range is in the local tensor and in the whole one."""
+    """Return the position of each range in the local tensor and in the whole tensor."""
     ends = itertools.accumulate(length for _, length in ranges)
     return [
         (slice(end - length, end), slice(start, start + length))

@@ -29,7 +29,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def get_torch_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the random states of torch alone, for the CPU and ``device``."""
+    """Return only the random states of torch, for the CPU and ``device``."""
     state = {"torch": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -37,7 +37,7 @@ def get_torch_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_torch_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states of torch alone. States of other device types are ignored."""
+    """Restore only the random states of torch. States of other device types are ignored."""
     torch.set_rng_state(state["torch"])
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)

@@ -1,6 +1,6 @@
-"""Whole tensors from DTensors, and the way back, for shards of any kind.
+"""Conversion of DTensors to whole tensors and of whole tensors to DTensors, for shards of any kind.
 
-``full_tensor`` and ``redistribute`` would mix up the rows of uneven shards, see
+``full_tensor`` and ``redistribute`` would mix up the rows of uneven shards; see
 :mod:`~lightning_fsdp2.ranks.pieces`.
 """
 
@@ -17,7 +17,7 @@ from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_pieces, get_uneven_gr
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return a DTensor as a whole tensor, whether its shards are even or not; return a plain tensor as it is.
+    """Return a DTensor as a whole tensor, whether its shards are even or not. Return a plain tensor unchanged.
 
     Every rank of the mesh must call this function.
     """
@@ -27,7 +27,10 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """Make a contiguous DTensor of a ``shape`` from this rank's part, without communication. It is differentiable."""
+    """Make a contiguous DTensor of the given ``shape`` from this rank's shard, without communication.
+
+    The function is differentiable.
+    """
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -61,7 +64,7 @@ def copy_part_(target: Tensor, tensor: Tensor) -> None:
 
 
 def get_first_row(tensor: DTensor) -> int:
-    """Return the number of rows of an uneven tensor that lie on the ranks before this one.
+    """Return the number of rows of an uneven tensor that the ranks before this rank hold.
 
     Every rank must call this function.
     """
@@ -70,7 +73,7 @@ def get_first_row(tensor: DTensor) -> int:
 
 
 def _gather(tensor: DTensor) -> Tensor:
-    """Gather uneven shards first, and then the parts that tensor parallelism has cut before."""
+    """Gather the uneven shards into tensor parallel shards, and then gather the tensor parallel shards."""
     local, group = tensor.to_local().detach(), get_uneven_group(tensor)
     if group is not None:
         counts = _get_counts(tensor, group)

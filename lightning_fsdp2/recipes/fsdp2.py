@@ -184,7 +184,7 @@ def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> Coll
 
 
 def warn_of_tensor_parallel_flags(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:
-    """Log a warning on global rank 0 if flags of tensor parallelism are set, but there is only one such rank."""
+    """Log a warning on global rank 0 if tensor parallel flags are set, but there is only one tensor parallel rank."""
     is_set = config.tp_plan or config.sequence_parallel or config.loss_parallel
     if tp_mesh is None and dist.get_rank() == 0 and is_set:
         logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")

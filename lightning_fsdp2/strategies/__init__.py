@@ -1,4 +1,4 @@
-"""Lightning strategies. Each implements the Trainer's hooks, and leaves parallelising the module to its manager."""
+"""Lightning strategies. Each one implements the Trainer's hooks, and lets its manager parallelise the module."""
 
 from lightning_fsdp2.strategies.ddp import DDPStrategy
 from lightning_fsdp2.strategies.fsdp2 import FSDP2Strategy

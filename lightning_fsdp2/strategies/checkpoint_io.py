@@ -135,7 +135,7 @@ class MeshCheckpointIO(CheckpointIO):
 
         Args:
             path: Path of the checkpoint.
-            model: Module whose parameters determine how the read tensors are sharded.
+            model: Module whose parameters determine how the loaded tensors are sharded.
             with_optimizers: Whether to read optimizer states.
             in_place: Whether to read weights directly into the model's tensors.
             weights_only: Value that overrides the config's ``weights_only``. None keeps the config's value.

@@ -140,7 +140,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             for name in get_entrances(module):
                 if name != "forward":  # FSDP2's hooks surround only `forward`, but the Trainer calls step methods
                     register_fsdp_forward_method(module, name)
-            # make the module FSDP2's root now, since the first module that a hook calls would become the root otherwise
+            # make the module FSDP2's root now, since otherwise the first module that a hook calls would become the root
             initialize_root(module)
         tell_branches_apart(self.world, module, get_fsdp_modules(module))
 

@@ -87,7 +87,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     materializes_models = True
     refused_callbacks: ClassVar[dict[type[Callback], str]] = CALLBACKS_OF_WHOLE_WEIGHTS
-    """Lightning callbacks that do not work with the strategy's weights. Each comes with the reason and the remedy."""
+    """Lightning callbacks that do not work with the strategy's weights, each mapped to the reason and the remedy."""
 
     averages_gradients = True
     """Whether gradients are averaged over the data parallel ranks instead of summed."""
@@ -241,7 +241,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.tracking.attach(trainer)
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Make ``mesh``, which must have all axes, the device mesh of this run, and build the manager for it."""
+        """Set the device mesh of this run, which must have all axes, and build the manager for this mesh."""
         self.world.enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
         self._step_region = self.make_step_region(min(self.world.timeout, OUTSIDE_CALL_TIMEOUT))
@@ -318,7 +318,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
         self.resumption.keep_loader_states(self.lightning_module.trainer)
-        end_signal_handling(self.lightning_module.trainer)  # from here on, a signal has nothing to save
+        end_signal_handling(self.lightning_module.trainer)  # after this, a signal handler would have nothing to save
 
     @override
     def teardown(self) -> None:
@@ -424,8 +424,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # Repeat the base class's code, to put only backward in the step region, where forwards are not checked.
-        # Forwards in the hooks around backward are checked.
+        # Repeat the base class's code, so that only backward runs in the step region, where forwards are not checked.
+        # Forwards in the hooks before and after backward are checked.
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)

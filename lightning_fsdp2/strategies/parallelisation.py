@@ -14,7 +14,7 @@ from lightning_fsdp2.strategies.parts.world import World
 _ATTRIBUTE = "_lightning_fsdp2_parallelisation"
 
 _CAUSES = {"mp_policy": "precision", "autocast_dtype": "precision and autocast_dtype"}
-"""Names of the user's settings for flags that ``Trainer(precision=)`` also sets, for error messages."""
+"""Options to name in error messages, by flag. ``Trainer(precision=)`` also sets these flags."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def is_parallelised(module: nn.Module, parallelisation: Parallelisation) -> bool
     """Return whether an earlier Trainer has parallelised ``module`` with the same settings.
 
     Raises:
-        ValueError: When the strategy, the mesh, the dtype of the weights, or a flag that changes the module is
-            different from that of the earlier Trainer.
+        ValueError: When the earlier Trainer had a different strategy, mesh or dtype of the weights, or a different
+            value of a flag that changes the module.
     """
     earlier: Parallelisation | None = module.__dict__.get(_ATTRIBUTE)
     if earlier is not None:

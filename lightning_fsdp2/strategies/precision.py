@@ -1,4 +1,4 @@
-"""Precision plugin of the strategies, which also clips gradients that are sharded over different meshes."""
+"""Precision plugin of the strategies. The plugin also clips gradients that are sharded over different meshes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -153,7 +153,8 @@ def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
     """Yield the buffers of Hugging Face models that must stay in float32, as (module, name, buffer).
 
     Non-persistent buffers stay in float32, since rounding errors in rotary frequencies, for example, grow with the
-    position in the sequence. So do buffers that the model's authors keep in float32, such as the bias of a router.
+    position in the sequence. Buffers that the model's authors keep in float32, such as the bias of a router, stay in
+    float32 too.
     """
     for model in get_hf_models(module):
         yield from get_float32_buffers(model, torch.bfloat16)
@@ -166,7 +167,7 @@ def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
 def choose_autocast(config: ConfigT, precision: str) -> ConfigT:
     """Return ``config`` with ``autocast_dtype`` set to bfloat16 under ``bf16-mixed``, unless the user has set it.
 
-    Strategies other than FSDP2Strategy use this. FSDP2 casts by its mixed-precision policy instead.
+    Strategies other than FSDP2Strategy use this. FSDP2 casts according to its mixed-precision policy instead.
     """
     if precision == "bf16-mixed" and config.autocast_dtype is None:
         return replace(config, autocast_dtype=torch.bfloat16)

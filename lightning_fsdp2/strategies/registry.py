@@ -23,7 +23,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     }
     for name, (strategy, _, flags) in _STRATEGIES.items()
 }
-"""YAML form of each strategy, by its short name. Options can be added to it. Lightning registers the same names."""
+"""YAML form of each strategy, by short name. The command line adds the user's options to this form.
+
+:func:`register_strategies` registers the same names with Lightning.
+"""
 
 
 def register_strategies() -> None:

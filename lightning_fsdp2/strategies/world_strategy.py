@@ -1,4 +1,4 @@
-"""Base class with a strategy's methods for ranks, processes and collectives. Most methods call a :class:`World`."""
+"""Base class that handles a strategy's ranks, processes and collectives. Most methods delegate to a :class:`World`."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class WorldStrategy(ParallelStrategy):
-    """Lightning strategy with the ranks of a run, their device mesh and their collectives.
+    """Lightning strategy that manages the ranks of a run, their device mesh and their collectives.
 
     Attributes:
         config: The flags of the strategy.
@@ -53,7 +53,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def sizes(self) -> MeshSizes:
-        """The sizes of the mesh for this number of ranks.
+        """The sizes of the mesh, resolved for the number of ranks in the run.
 
         Raises:
             ValueError: When the sizes do not fit the number of ranks.
@@ -67,7 +67,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh ``(data_parallel, context_parallel, tensor_parallel)``. A module has it as ``self.device_mesh``."""
+        """The mesh ``(data_parallel, context_parallel, tensor_parallel)``, also set as the module's ``device_mesh``."""
         return get_mesh(self.full_device_mesh, (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL))
 
     @property
@@ -171,8 +171,8 @@ class WorldStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ``group``, by default over the ranks that read different data.
 
-        By default, ranks that read the same data count once. A DTensor is gathered first. Anything other than a tensor
-        is returned unchanged.
+        By default, data that several ranks read counts only once. A DTensor is gathered first. Anything other than a
+        tensor is returned unchanged.
         """
         return self.world.reduce(tensor, self.root_device, group, reduce_op)
 

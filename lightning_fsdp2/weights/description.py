@@ -39,8 +39,8 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
 
     Args:
         module: Module, sharded or not.
-        tokenizer: Tokenizer of the training data. Its ``name_or_path`` goes into the descriptions. If it is None, the
-            name of the model is used.
+        tokenizer: Tokenizer of the training data. Its ``name_or_path`` goes into the descriptions. If ``tokenizer`` is
+            None, the name of the model is used.
 
     Returns:
         One description per model, in registration order.
@@ -79,7 +79,7 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
 
 
 def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str, Any]) -> "PreTrainedModel":
-    """Build the described model on the meta device, from given classes of transformers or of the user."""
+    """Build the described model on the meta device from the given classes, which may be the user's own."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     def build_config() -> Any:

@@ -1,7 +1,7 @@
 """Initialise a sharded model that was built on the meta device, without the full model on any rank.
 
 The weights match those that a single process would draw. Every rank draws the random numbers of a whole parameter and
-keeps its shard, so a seed gives the same model on any mesh. Only one module is whole at a time.
+keeps its shard, so a seed gives the same model on any mesh. A rank holds whole parameters of only one module at a time.
 """
 
 import zlib
@@ -52,7 +52,7 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
     Args:
         model: Any module; parameters may be DTensors of any placement.
         device: Device to allocate the tensors on.
-        device_mesh: Mesh that provides the random state, by its first rank; None for one process.
+        device_mesh: Mesh whose first rank provides the random state; None for one process.
 
     Raises:
         ValueError: If a module has tensors on the meta device but no method to initialise them.
@@ -174,7 +174,8 @@ def _initialize(
 def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
     """Run the block with whole parameters in place of the module's own DTensors, then copy shards into the DTensors.
 
-    A parameter that already has its values keeps them, for example if a module that shares it was initialised before.
+    A parameter that already has its values keeps them, for example if another module shares it and was initialised
+    earlier.
     """
     sharded: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     whole = {name: nn.Parameter(_empty_whole(p), p.requires_grad) for name, p in sharded.items()}
@@ -203,9 +204,8 @@ def copy_shard_(target: DTensor, whole: Tensor) -> None:
 class _WholeRandomNumbers(TorchDispatchMode):
     """Dispatch mode in which filling a DTensor draws random numbers for the whole tensor, and keeps this rank's shard.
 
-    Initialisers need this mode if they also fill parameters of submodules, since :func:`_whole_parameters` makes only
-    the parameters of the module itself whole. DTensor's own random state would give results that depend on the mesh
-    and the device.
+    Initialisers that also fill parameters of submodules need this mode, because :func:`_whole_parameters` replaces only
+    the module's own parameters. DTensor's own random state would give results that depend on the mesh and the device.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -88,8 +88,8 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
     Args:
         model: A Hugging Face model, not sharded yet.
         folder: A local directory with ``*.safetensors`` files.
-        allow_missing: Weights that the files may lack: names, or patterns such as ``"score.*"``. Missing weights are
-            initialised as transformers does.
+        allow_missing: Weights that the files may lack: names, or patterns such as ``"score.*"``. transformers
+            initialises the missing weights.
 
     Raises:
         FileNotFoundError: If the directory has no ``*.safetensors`` files.
@@ -111,21 +111,21 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
     """Load the weights of every Hugging Face model in ``model`` for which :func:`set_pretrained` was called.
 
     A model that already has its weights is skipped. Base weights are read first, then peft's adapters if
-    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called. Weights that the files may lack
-    are initialised as transformers does, to the same values on any mesh. Tied weights and non-persistent buffers are
-    rebuilt. If the files pack tensors differently from the model, for example MoE experts, they are converted while
-    they are read.
+    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called. If files
+    lack weights that ``allow_missing`` names, transformers initialises them, to the same values on any mesh. Tied
+    weights and non-persistent buffers are rebuilt. If the files pack tensors differently from the model, for example
+    MoE experts, the tensors are converted while they are read.
 
     Args:
         model: Module on the meta device that is sharded, or whole on one rank.
         device: Device of the weights.
-        device_mesh: Mesh that provides the random state, by its first rank; None for one process.
+        device_mesh: Mesh whose first rank provides the random state; None for one process.
 
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: On every rank of the mesh, if a file is damaged or does not fit the model. Files do not fit if they
-            lack a tensor or hold one with a different shape, if they hold a tensor that a module of the model has no
-            place for, or if they hold different values for tied weights.
+            lack a tensor or hold one with a different shape, if they hold a tensor for a module of the model that does
+            not have such a tensor, or if they hold different values for tied weights.
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
@@ -157,13 +157,13 @@ def list_frozen(root: nn.Module) -> list[Frozen]:
 
 @torch.no_grad()
 def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read some of a model's tensors from ``folder``, whole and in host memory.
+    """Read some of a model's tensors from ``folder`` into host memory, without sharding them.
 
     Args:
         model: A transformers model on the meta device. Do not use it for anything else, because the tensors are loaded
             into it.
         folder: See :func:`set_pretrained`.
-        names: Names of the tensors in the model.
+        names: Names of the tensors to read, as they are in the model.
         dtype: Dtype of the floating-point tensors.
 
     Raises:
@@ -260,7 +260,7 @@ def _check_model_folder(folder: Path) -> None:
 
 
 def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
-    # This is transformers' own loader, which reads shards. It is private, but the same from 5.17 to 5.23.
+    # Use transformers' own loader, because it can read shards. It is private, but did not change from 5.17 to 5.23.
     # The public functions of transformers either read the whole model on one rank or get packed experts wrong.
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -297,7 +297,7 @@ class _StoredTensor:
 
 
 class _Reader:
-    """Reader of safetensors files that memory-maps one file at a time, and maps it again every ``_MOST_BYTES`` bytes.
+    """Reader of safetensors files that memory-maps one file at a time, and maps it again after ``_MOST_BYTES`` bytes.
 
     If files stayed mapped, the pages of a whole model would stay in memory. Mapping a file for every tensor would be
     slow: for an MoE expert, the mapping can take a hundred times longer than reading the expert. Several threads may
@@ -425,7 +425,7 @@ def _get_tied_names(model: Any, name: str) -> set[str]:
 
 
 def _has_module_of(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor in the files belongs to a module of the model that has no place for the tensor.
+    """Return whether an unexpected tensor in the files belongs to a module that the model has.
 
     Such a tensor, for example a bias or the scales of a quantised weight, must not be ignored, because the results
     would change. The tensors of a layer or head that the model does not have can be ignored.

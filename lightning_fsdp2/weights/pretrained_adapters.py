@@ -51,7 +51,7 @@ def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> N
 def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
     """Load the adapter files that :func:`set_adapter_weights` chose into the shards of the adapters.
 
-    Each rank reads one tensor at a time and keeps its part.
+    Each rank reads one whole tensor at a time, and keeps its own shard.
 
     Args:
         root: Module that is sharded, or whole on one rank. It may be on the meta device.

@@ -1,11 +1,11 @@
 """Load shards of weights that must be converted before they are sharded.
 
-transformers' loader works in the opposite order: it reads this rank's part of every stored tensor, and then converts
-the part. The result is correct for experts that are stacked. It is wrong for tensors that are split, interleaved or
-concatenated along a sharded dim: the rank gets a part of each piece instead of a part of the whole. No error is raised,
-because the shape is right.
+transformers' loader works in the opposite order: it reads this rank's shard of every stored tensor, and then converts
+the shard. The result is correct for experts that are stacked. It is wrong for tensors that are split, interleaved or
+concatenated along a sharded dim: the rank gets a shard of each stored piece instead of a shard of the converted tensor.
+No error is raised, because the shape is right.
 
-The loader works like this in transformers 5.17 to 5.23, where ``core_model_loading.Split`` calls itself "not TP-safe".
+transformers 5.17 to 5.23 work like this. In these versions, ``core_model_loading.Split`` calls itself "not TP-safe".
 """
 
 import os
@@ -29,9 +29,9 @@ Slot = tuple[nn.Module, str]
 def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
     """Load weights into ``model`` with transformers' loader; shard some of them only after their conversion.
 
-    Each rank keeps only its shards. If the shards of a weight cannot be converted correctly, every rank reads the
-    weight whole along the dims that the conversion mixes, one such weight at a time. A rank does not read a parameter
-    if its shard is empty, because the loader cannot stack or concatenate zero tensors.
+    Each rank keeps only its shards. If converting the shards of a weight would give a wrong result, every rank reads
+    this weight unsharded along the dims that the conversion mixes. Ranks read only one such weight at a time. A rank
+    does not read a parameter if its shard is empty, because the loader cannot stack or concatenate zero tensors.
 
     Args:
         model: Model of transformers on the meta device. Its DTensors have their final placements.
@@ -101,12 +101,12 @@ class _ShardKeeper:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.originals: dict[Slot, Any] = {}
-        """Original parameters that are replaced, while loading, by parameters that are whole along some dims."""
+        """Original parameters that are replaced during loading by parameters that are whole along some dims."""
         self.on_host: set[str] = set()
         """Names of the replaced parameters. They are converted on the CPU, as an accelerator may lack the memory."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
-        """Replace a parameter, while loading, by one that is whole along the dims that ``converter`` mixes."""
+        """Replace a parameter during loading with a parameter that is whole along the dims that ``converter`` mixes."""
         module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
         placements = _get_placements_to_read(original, converter)
@@ -151,7 +151,7 @@ def _sort_targets(
     model: Any, stored: Collection[str], conversions: Sequence[Any]
 ) -> dict[str, tuple[list[str], Any | None]]:
     """Map each stored tensor to the model's tensors that are made from it, and to their conversion if there is one."""
-    # `rename_source_key` is private, but the loader itself calls it, with the same arguments from 5.17 to 5.23
+    # `rename_source_key` is private. In transformers 5.17 to 5.23, the loader itself calls it with these arguments.
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
@@ -190,8 +190,9 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # A packed weight consists of `parts` pieces, and its shard of one part from each piece. When the loader stacks
-        # experts, it takes one part from each stored piece. The two agree if there are `parts` stored pieces.
+        # A packed weight consists of `parts` pieces, and each of its shards contains one part of every piece. When the
+        # loader stacks experts, it takes one part of each stored piece. This gives the same shard if the number of
+        # stored pieces is `parts`.
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()
@@ -200,12 +201,12 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
 
 
 def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn.Parameter:
-    """Return a meta parameter with ``placements``, in which each dim is whole or sharded as in ``original``."""
+    """Return a meta parameter with ``placements``. Each of its dims is either whole, or sharded as in ``original``."""
     sharded = {placement.dim for placement in placements if not placement.is_replicate()}  # type: ignore[attr-defined]
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    # leave a whole parameter a plain tensor, because the loader would move a DTensor to the mesh's device
+    # keep a whole parameter as a plain tensor, because the loader would move a DTensor to the mesh's device
     return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 
@@ -216,7 +217,7 @@ def _wrap(local: Tensor, like: Any, placements: tuple[Placement, ...]) -> DTenso
 
 
 def _replicate(whole: Tensor, like: Any) -> Any:
-    """Return ``whole`` as a DTensor on its own device; ``DTensor.from_local`` would move it to the mesh's device."""
+    """Copy ``whole`` into a DTensor on the same device. ``DTensor.from_local`` would move it to the mesh's device."""
     placements = (Replicate(),) * len(like.placements)
     meta = _wrap(torch.empty_like(whole, device="meta"), like, placements)
     replicated: Any = torch.empty_like(meta, device=whole.device)

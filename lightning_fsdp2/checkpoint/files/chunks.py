@@ -22,7 +22,7 @@ from lightning_fsdp2.checkpoint.files.drafts import AnyPath
 CHECKSUMS_FILE = "checksums.json"
 
 CHECKSUM = "xxh3_128"
-"""Key of a file's checksum in ``meta.json``, which is XXH3 of 128 bits in hexadecimal, like the checksums of chunks."""
+"""Key of a file's checksum in ``meta.json``. Checksums of files and chunks are 128-bit XXH3 hashes in hexadecimal."""
 
 _BLOCK_SIZE = 1 << 20
 

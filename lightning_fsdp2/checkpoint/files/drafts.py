@@ -5,11 +5,11 @@ While ``runs/step=100.ckpt`` is being written, ``runs`` contains::
     .saving-1f2e3d4c.lock            locked by the saving process as long as it lives
     .saving-1f2e3d4c/step=100.ckpt   the draft
     .saving-1f2e3d4c/.saving-replaced/
-                                     the previous checkpoint of that name, if the system cannot exchange two
-                                     directories
+                                     the previous ``step=100.ckpt``, if the system cannot swap two directories
+                                     atomically
 
-A checkpoint to remove is first moved into such a hidden folder, so that an interrupted removal never leaves an
-incomplete checkpoint under its name.
+Before a checkpoint is removed, it is moved into such a hidden folder, so that an interrupted removal never leaves an
+incomplete checkpoint at the original path.
 
 Object stores cannot rename files. A checkpoint there is written in place, and is complete once it has its
 ``meta.json``, which is written last.
@@ -37,7 +37,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # used by older versions, although a checkpoint may have the same name
+_OLD_REPLACED = "replaced"  # older versions used this name, but a checkpoint may have it too
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -249,7 +249,7 @@ def _is_file_expendable(path: AnyPath) -> bool:
 
 
 def _remove_in_place(path: Path) -> None:
-    """Remove a checkpoint directory where it is, if the disk is too full to create a hidden folder for it.
+    """Remove a checkpoint directory without moving it first, because the disk is too full to create a hidden folder.
 
     Two files that every reader needs are removed first, so that an interrupted removal leaves no readable checkpoint.
     """

@@ -115,7 +115,7 @@ class DurableFile:
 class CheckpointWriter(FileSystemWriter):
     """DCP storage writer that writes this rank's part of a checkpoint to one file, tensor by tensor.
 
-    torch's own writer would keep a second copy of the shard on the host until the file is written.
+    torch's own writer would keep a second copy of this rank's shards in host memory until the file is written.
 
     Attributes:
         sizes: Size in bytes of each file that this rank has written, by name.
@@ -194,7 +194,7 @@ class CheckpointReader(FileSystemReader):
         return future
 
     def find_damaged(self) -> list[str]:
-        """Read all chunks, and return the file and the name of each damaged chunk."""
+        """Read all chunks, and return the file name and the key of each damaged chunk, as one string."""
         self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
         checksums = read_checksums(cast(AnyPath, self.path))
         damaged = []
@@ -206,7 +206,7 @@ class CheckpointReader(FileSystemReader):
         return damaged
 
     def _open_files(self, keys: Iterable[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
-        """Yield the key of each chunk with the open file that holds it, in the order of the chunks in the files."""
+        """Yield each chunk's key and the open file that holds the chunk, in the order of the chunks in the files."""
         places = {key: self.storage_data[key] for key in keys}
         ordered = sorted(places, key=lambda key: (places[key].relative_path, places[key].offset))
         for name, group in groupby(ordered, key=lambda key: places[key].relative_path):

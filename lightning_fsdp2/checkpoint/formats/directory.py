@@ -61,7 +61,10 @@ from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on
 from lightning_fsdp2.ranks.pieces import without_uneven_axis
 
 FORMAT_VERSION = 3
-"""Version of the written format. Version 1 had no checksums, version 2 had one per file. Later versions are refused."""
+"""Version of the format that is written. Version 1 had no checksums, and version 2 had one per file.
+
+Checkpoints with a higher version are refused.
+"""
 
 METADATA_FILE = "meta.pt"
 
@@ -78,7 +81,7 @@ CONTAINERS_KEY = "lightning_fsdp2.optimizer_containers"
 """Key in ``meta.pt`` of dicts and lists in optimizer states, by optimizer, parameter and key."""
 
 ADDED_KEY = "lightning_fsdp2.optimizer_added"
-"""Key in ``meta.pt`` of other values that optimizers save, besides states and groups, by optimizer and key."""
+"""Key in ``meta.pt`` of values that optimizers save in addition to states and groups, by optimizer and key."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def take_snapshot(
 
     Args:
         tensors: Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks.
-        metadata: The rest of the checkpoint. All ranks save the DTensors in it, and rank 0 saves all other values.
+        metadata: All other content of the checkpoint. All ranks save the DTensors in it, and rank 0 saves the other
+            values.
         summary: Entries for ``meta.json``.
         group: Process group for messages between the ranks. A CPU group keeps these messages off the accelerator.
         trust: Whether users will trust the checkpoint when they load it. If not, arbitrary objects in it cause a
@@ -348,7 +352,7 @@ def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     Additional entries are those other than ``state`` and ``param_groups``.
     """
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
-    # some optimizers also keep values in `state` that all parameters share, and these are not always dicts
+    # some optimizers also keep values in `state` that all parameters share and that are not always dicts
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
     parted = {key: _partition(value, _is_container) for key, value in values.items()}
     kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
@@ -462,7 +466,8 @@ def _make_target(
 ) -> Any:
     """Return a tensor for DCP to read ``key`` into, or None if ``key`` is not a tensor.
 
-    The tensor is sharded like the model's tensor of this name. If there is none, it is sharded over ``mesh``.
+    The returned tensor is sharded like the tensor from :func:`_get_optional_like`. If that function returns None, the
+    returned tensor is sharded over ``mesh``.
     """
     entry = metadata.state_dict_metadata[key]
     if not isinstance(entry, TensorStorageMetadata):
@@ -475,7 +480,7 @@ def _make_target(
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
     if not is_plain and mesh is not None and len(entry.size) > 0:
-        # The model has no such tensor, but a hook may rename the key later. Read the smallest shards to save memory.
-        # `load_model_state` shards the tensor again, like the parameter that gets it.
+        # The model has no such tensor, but a hook may rename the key later. Until then, shard the tensor over `mesh`
+        # to save memory. `load_model_state` shards it again, like the parameter that it is loaded into.
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)

@@ -114,7 +114,10 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
 
 
 def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
-    """Replace parameter names in optimizer states with numbers, and copy all values that may still change."""
+    """Replace parameter names in optimizer states with numbers, and copy all values that may still change.
+
+    Weights and optimizer states are not copied, since :func:`gather_state` has already copied them if necessary.
+    """
     if not trust:
         warn_of_objects(gathered)
     if "optimizer_states" in gathered:

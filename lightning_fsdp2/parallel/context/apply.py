@@ -30,7 +30,7 @@ _PER_POSITION: dict[str, int | None] = {
     "labels": 1,
     "shift_labels": 1,
 }
-"""Model arguments that have a value per position, with the dim of the positions in each."""
+"""Model arguments that have a value per position, as a mapping from their names to their sequence dims."""
 
 
 def apply_context_parallel(
@@ -51,8 +51,8 @@ def apply_context_parallel(
         group: Process group of the context parallel ranks.
         method: ``"allgather"``, ``"ulysses"``, or ``"auto"``, which chooses ``"ulysses"`` if it moves less data and the
             heads can be divided over the ranks.
-        inputs: Names of additional tensor arguments of the models' forwards, each with its sequence dim, or with None
-            if the tensor stays whole.
+        inputs: Additional tensor arguments of the models' forwards, as a mapping from the name of each argument to its
+            sequence dim, or to None if every rank gets the whole tensor.
         tp_size: Number of tensor parallel ranks, over which the attention heads are already divided.
         sequence_parallel: Whether the tensor parallel ranks further split this rank's part of the sequence.
         assumes_unpacked: Whether to assume that position ids never restart, and skip the search for packed documents.
@@ -128,8 +128,8 @@ def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
         dim: Sequence dim of ``tensor``.
 
     Returns:
-        The result for the whole sequence, in the order of its positions. In backward, the gradients of all ranks are
-        summed, so that the mean of the ranks' losses has the right gradient.
+        The result for the whole sequence, in the order of its positions. Backward sums the gradients of all ranks. FSDP
+        later averages gradients over the ranks, which gives the gradient of the mean of the ranks' losses.
     """
     sharding = get_optional_sharding(model)
     return tensor if sharding is None else sharding.gather(tensor, dim)

@@ -62,7 +62,7 @@ class SequenceMask:
     """Blocks of the queries whose attention this rank computes."""
 
     padding: Tensor | None
-    """[batch, queries of ``blocks``], bool: True for queries that see nothing. None without padding."""
+    """[batch, queries of ``blocks``], bool: True for queries that see no keys. None if there is no padding."""
 
     length: int
     method: Method
@@ -166,7 +166,7 @@ def install_attention(config: Any) -> None:
 def uninstall_attention(config: Any) -> None:
     """Undo one call of :func:`install_attention` for this config.
 
-    Undoing the last such call gives the config its original attention back.
+    When all calls for a config have been undone, the config gets its original attention back.
     """
     _uses[id(config)] -= 1
     if _uses[id(config)]:
@@ -183,8 +183,9 @@ def uninstall_attention(config: Any) -> None:
 class _AttentionName(str):
     """Name under which context parallel attention is registered in transformers.
 
-    Copying or pickling the name gives the name of the original attention. Saved hyperparameters may contain a config
-    with this name, and the process that loads them may not have registered context parallel attention.
+    When the name is copied or pickled, it becomes the name of the original attention. This is needed because saved
+    hyperparameters may contain a config with this name, and the process that loads them may not have registered context
+    parallel attention.
     """
 
     original: str

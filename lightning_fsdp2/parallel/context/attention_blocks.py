@@ -6,7 +6,7 @@ There are two types of blocks:
   which keys each query sees.
 - A block of *segments* is for packed documents and sliding windows. A segment is a run of consecutive queries, together
   with the keys that these queries may see. Variable-length attention kernels take the segments of a block in one call.
-  They skip all pairs of a query and a key that attention does not need, for any number of documents and any window.
+  They skip all query-key pairs that attention does not need, for any number of documents and any window.
 """
 
 from bisect import bisect_right
@@ -30,8 +30,7 @@ class Documents:
     not consecutive."""
 
     numbers: Tensor | None
-    """[batch, whole sequence]: document number of each position. Given only if ``starts`` is None, and otherwise None.
-    """
+    """[batch, whole sequence]: document number of each position. None if ``starts`` is given."""
 
 
 def find_documents(numbers: Tensor, device: torch.device) -> Documents:
@@ -78,7 +77,7 @@ class Mask:
     """Mask of a dense block. The mask tensor is built for each use, and is not kept in memory."""
 
     first: int
-    """Position of the block's first query, counted in the same way as the positions of the keys."""
+    """Position of the block's first query, counted from the same origin as the positions of the keys."""
 
     window: int
     numbers: Tensor | None = None
@@ -209,7 +208,7 @@ def get_masked_blocks(
 
     Args:
         rows: Queries to divide, as indices among the rank's queries.
-        first: Position of the first query, counted in the same way as the positions of the keys.
+        first: Position of the first query, counted from the same origin as the positions of the keys.
         window: Largest number of keys that a query sees, including its own.
         first_key: Position of the first key that the queries may see. Earlier keys belong to other segments.
         numbers: [batch, sequence], see :attr:`Documents.numbers`. None if each sequence is one document.
@@ -257,8 +256,8 @@ def _count_pairs(begin: int, end: int, window: int | None) -> int:
     """Return the number of query-key pairs that attention computes for a range of a document's queries.
 
     Args:
-        begin: Index of the first query in the document.
-        end: Index after the last query in the document.
+        begin: Index, within the document, of the first query in the range.
+        end: One more than the index, within the document, of the last query in the range.
         window: Largest number of keys that a query sees, including its own. None if there is no limit.
     """
     if window is None:

@@ -5,8 +5,8 @@ they may see are divided into blocks (:mod:`~lightning_fsdp2.parallel.context.at
 see are skipped. The results of the blocks are then merged, which gives exactly the result of one softmax over all keys
 (:mod:`~lightning_fsdp2.parallel.context.dense_attention`).
 
-A learned attention sink is a score that takes part in every softmax but has no value vector. It only sets the initial
-normalizer, into which the results of the blocks are merged.
+A learned attention sink adds a score to every softmax, but has no value vector. It therefore only sets the initial
+value of the normalizer, into which the results of the blocks are merged.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def block_attention(
         scale: Factor by which scores are multiplied.
         padding: [batch, positions of the chunks], bool: True for padding, for which the result is zero. None without
             padding.
-        sinks: [heads], a score per head that takes part in the softmax of every query. None without sinks.
+        sinks: [heads], an additional score per head for the softmax of every query. None without sinks.
         group: Process group of the ranks that share the sequence. Each rank holds its chunks from
             :func:`~lightning_fsdp2.parallel.context.attention_blocks.get_head_tail_chunks`. None if this rank holds
             the keys of the whole sequence.

@@ -1,4 +1,4 @@
-"""Checks, run before a Hugging Face model is sharded, that the model supports context parallelism."""
+"""Checks that a Hugging Face model supports context parallelism. They run before the model is sharded."""
 
 import inspect
 from typing import Any

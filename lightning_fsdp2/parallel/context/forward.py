@@ -52,7 +52,7 @@ def assume_documents(position_ids: Tensor) -> Iterator[None]:
     Simulations need this, because tensors without values cannot be searched for documents.
 
     Args:
-        position_ids: [batch, sequence], a tensor with values. They restart at each document.
+        position_ids: [batch, sequence], position ids that restart at each document. The tensor must have values.
     """
     numbers = (F.pad(position_ids.diff(dim=-1) != 1, (1, 0))).cumsum(-1).cpu()
     token = _known_documents.set(find_documents(numbers, position_ids.device))
@@ -63,14 +63,14 @@ def assume_documents(position_ids: Tensor) -> Iterator[None]:
 
 
 class ShardedForward:
-    """Wrapper of the forward of a model or its base model, which runs the forward on this rank's positions."""
+    """Wrapper around a model's or base model's forward. It runs the forward on only this rank's positions."""
 
     def __init__(self, model: nn.Module, sharding: SequenceSharding) -> None:
         self.model = model
         self.sharding = sharding
         self.name = get_class_name(model)
         self._parameters = list(inspect.signature(model.forward).parameters)
-        # some position embeddings, such as OPT's, count the tokens in the mask
+        # some position embeddings, such as OPT's, derive positions by counting the tokens in the attention mask
         self._counts_tokens = any(
             isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
             for module in model.modules()
@@ -99,7 +99,7 @@ class ShardedForward:
         documents, padding = self._take_documents(given, inputs)
         local = {name: self._shard(name, value, length) for name, value in given.items()}
         with ExitStack() as stack:
-            # position ids jump between a rank's two chunks, which transformers would take for two packed documents
+            # position ids jump between a rank's two chunks, so transformers would mistake the chunks for two documents
             stack.enter_context(assume_unpacked_sequences())
             sequences = run_sharded(
                 self.name,
@@ -314,9 +314,9 @@ def computes_by_length(module: nn.Module) -> bool:
 
 
 class WholeRotary:
-    """Wrapper of a rotary embedding's forward, which passes it the position ids of the whole sequence.
+    """Wrapper around the forward of a rotary embedding. It calls the forward with the whole sequence's position ids.
 
-    The wrapper returns this rank's part of each result, whose shape is [..., sequence, dim].
+    The wrapper returns this rank's part of each result. The shape of a result is [..., sequence, dim].
     """
 
     def __init__(self, sharding: SequenceSharding) -> None:

@@ -24,14 +24,14 @@ End = Literal["the backward pass", "the end of the step"]
 def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Make the ranks compare which part of ``root`` they enter, before the weights of that part are gathered.
 
-    A part is a list of layers, or a unit outside the lists. The ranks exchange one number on the host whenever they
+    A part is a list of layers, or a unit outside these lists. The ranks exchange one number on the CPU whenever they
     enter a part, and once more after the last part (:func:`check_end`). If there is only one list of layers, and every
     part is inside a Hugging Face model, ranks cannot enter different parts, and nothing is exchanged.
 
     Args:
         root: Module that is sharded.
         units: Modules of ``root`` whose weights are gathered when the module is called.
-        group: Process group of all ranks, on the host.
+        group: Process group of all ranks, for tensors on the CPU.
     """
     lists = get_layer_lists(root)
     inside = {root, *(module for blocks in lists for block in blocks for module in block.modules())}

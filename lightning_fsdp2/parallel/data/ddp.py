@@ -50,7 +50,10 @@ class Replica:
         return self.wrapper or self.module
 
     def refresh(self) -> None:
-        """Wrap the module again if parameters were frozen or unfrozen since the last step, unless DDP can handle it."""
+        """Wrap the module again if parameters were frozen or unfrozen since the last step.
+
+        The wrapper is kept if it already knows all trained parameters, and allows some parameters to be unused.
+        """
         trained = self._get_trained()
         if trained.keys() == self._trained.keys():
             return
@@ -80,12 +83,13 @@ class Replica:
         """Make torch check now, rather than in the next step, whether all gradients were reduced.
 
         Raises:
-            RuntimeError: If parameters took no part in the loss.
+            RuntimeError: If the loss did not use some of the parameters.
         """
         if self.wrapper is None or not self.wrapper.require_backward_grad_sync:
             return
         # With a static graph, torch reduces the gradients of the first backward only if this backward starts from the
-        # wrapper's output. A manual backward runs inside `training_step`, without such an output, so reduce them here.
+        # wrapper's output. A manual backward runs inside `training_step`, before the wrapper returns its output, so
+        # reduce the gradients here.
         finish_static_graph(self.wrapper, reduces_all=self._is_learning and is_manual)
         self._is_learning = False
 
@@ -122,7 +126,7 @@ def reduce_in_float32(
     In bfloat16 the sum over many ranks would be rounded at each addition.
 
     Args:
-        group: Process group of the ranks whose mean is taken.
+        group: Process group of the ranks over which the gradients are averaged.
         bucket: Bucket of gradients. torch allows no other type annotation for this argument.
     """
     wide = bucket.buffer().float().div_(group.size())

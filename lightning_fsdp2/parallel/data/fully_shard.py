@@ -186,7 +186,7 @@ def _reshard_units(modules: Iterable[FSDPModule]) -> None:
 
 
 class _Unregistered(FSDPModule):
-    """``FSDPModule`` whose ``__init_subclass__`` does nothing, so that the method of the user's class is not called."""
+    """``FSDPModule`` whose ``__init_subclass__`` does nothing, so that the user's own version of it is not called."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass

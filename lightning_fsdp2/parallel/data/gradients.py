@@ -32,7 +32,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: Parameters of the optimizer, sharded or not. Those without a gradient are skipped.
-        max_norm: Largest total norm; ``inf`` only measures.
+        max_norm: Largest total norm; ``inf`` only measures the norm, and does not clip.
         norm_type: Order p of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Whether to raise, before any gradient is changed, if the norm is NaN or infinite. The check
             waits for the device; nothing else does.
@@ -148,8 +148,8 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
 
     sharder = get_optional_sharder(model)
     set_sync(False)
-    # Several parameters may share the memory of one unreduced gradient. A backward that adds to one of them in place
-    # would also change the others. So in the `with` block, these hooks copy shared gradients before each forward.
+    # The unreduced gradients of several parameters may share memory. A backward that adds to one of these gradients in
+    # place would also change the others. So in the `with` block, these hooks copy shared gradients before each forward.
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:

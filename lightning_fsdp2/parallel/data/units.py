@@ -1,7 +1,7 @@
 """The units of a model: the modules of each unit, the order of units, and whether they stay gathered after forward.
 
-A *unit* is a group of modules in one call of ``torch.distributed.fsdp.fully_shard``. Its parameters are communicated in
-one all-gather, and its gradients in one reduce-scatter.
+A *unit* is a group of modules that are passed to one call of ``torch.distributed.fsdp.fully_shard``. Its parameters are
+communicated in one all-gather, and its gradients in one reduce-scatter.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class Unit:
     """Whether ``MixedPrecisionPolicy.output_dtype`` applies. Only whole models cast their output; blocks do not."""
 
     is_container: bool = False
-    """Whether this is the LightningModule, which computes in its own dtype and leaves the batch as it is."""
+    """Whether this unit is the LightningModule itself, which computes in its own dtype and does not cast the batch."""
 
     unshard_in_backward: bool = True
     """Whether backward gathers the weights. False for an untied embedding, whose gradient does not need them."""
@@ -124,7 +124,7 @@ def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | in
         Unit(modules=[block], reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward)
         for block in blocks
     ]
-    # backward begins with the last block, which would otherwise be resharded and gathered again at once
+    # backward begins with the last block, which would otherwise be resharded and immediately gathered again
     if reshard_after_forward is None and _is_trainable(blocks):
         units[-1].reshard_after_forward = False
     return units
@@ -205,7 +205,7 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # if this model runs last, backward starts with its weights outside the layers, so these stay gathered
+        # if this model runs last, backward first needs its weights outside the layers, so these weights stay gathered
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)
@@ -240,7 +240,7 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of the less common dtypes units of their own, as torch allows one trainable dtype per unit."""
+    """Give modules of the less common dtypes their own units: torch allows only one trainable dtype per unit."""
     names = get_parameter_names(model)
     claimed: set[nn.Module] = set()
     result: list[Unit] = []

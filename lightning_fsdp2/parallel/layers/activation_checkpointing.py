@@ -1,6 +1,6 @@
 """Activation checkpointing: layers keep only their inputs, and recompute intermediate results in backward.
 
-Only a method of each layer is wrapped, so parameter names and the module tree stay the same. The method is usually
+A single method of each layer is wrapped, so parameter names and the module tree stay the same. This method is usually
 ``forward`` and not ``__call__``, because the recomputation must not run FSDP2's hooks again, which gather the layer's
 weights.
 """
@@ -119,7 +119,8 @@ class _Checkpoint:
             )
         args, kwargs = self.caches.drop(args, kwargs)  # drop caches, because the recomputation would fill them again
         if self.is_selective:
-            # compute pending sums now: kept results are matched by their order, which a later all-reduce would change
+            # compute pending sums now, not inside the checkpoint: the recomputation finds kept results by their order,
+            # which an all-reduce that runs only in the forward would change
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 
@@ -163,7 +164,7 @@ class _Nested(AbstractContextManager[None]):
 def _make_stances() -> Contexts:
     """Return a context for a layer's forward, and one for its recomputation.
 
-    The recomputation then uses the same settings of ``torch.compile`` as the forward.
+    With these contexts, the recomputation uses the same settings of ``torch.compile`` as the forward.
     """
     return nullcontext(), _repeat_compiled(get_stance())
 
@@ -176,7 +177,7 @@ def _repeat_compiled(stance: str) -> Iterator[None]:
 
 def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpointingScope) -> list[nn.Module]:
     wanted = {scope} if isinstance(scope, str) else set(scope)
-    # use names relative to the Hugging Face model: the name of the attribute that holds it does not indicate a part
+    # use names relative to the Hugging Face model: the attribute that holds the model may have any name
     tops = (structure.root, *(parts.module for parts in structure.models))
     names = {module: name for top in tops for name, module in top.named_modules()}
     parts = {layer: _get_part(names[layer]) for layer in structure.layers}

@@ -13,8 +13,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class CacheArguments:
     """Finder of the caches among the arguments of a layer's forward.
 
-    Caches count only if the layer fills them. Some layers only read the keys and values of another layer; transformers
-    marks these layers, and this class finds no caches for them.
+    Only caches that the layer itself fills are found. Some layers only read the keys and values of another layer.
+    transformers marks these layers, and this class finds no caches for them.
     """
 
     def __init__(self, layer: nn.Module) -> None:

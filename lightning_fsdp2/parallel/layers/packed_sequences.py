@@ -24,7 +24,7 @@ _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention
 def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
     """Raise an error if, in a forward of ``model`` inside the block, tokens may see documents other than their own.
 
-    This happens, for example, with models of transformers that do not pass position ids to transformers' mask
+    This happens, for example, with models in transformers that do not pass position ids to the library's own mask
     functions.
 
     Args:

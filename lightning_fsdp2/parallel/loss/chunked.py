@@ -1,8 +1,8 @@
 """Cross entropy of a causal language model that computes the logits of only one chunk of positions at a time.
 
-With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a training step. In
-this module, a single forward of the head goes through the positions chunk by chunk. It computes the token losses from
-each chunk's logits, and then frees these logits. Backward recomputes the logits of each chunk.
+With a vocabulary of 128 thousand tokens, the logits of a sequence are by far the largest tensor of a training step. To
+avoid this tensor, a single forward of the head goes through the positions chunk by chunk. It computes the token losses
+from each chunk's logits, and then frees these logits. Backward recomputes the logits of each chunk.
 
 All chunks are computed in one forward of the head, so FSDP2 gathers the head's weights only once. The model's own
 forward calls the head, so all hooks run as usual.
@@ -91,9 +91,9 @@ def compute_chunked_token_losses(
 ) -> Tensor:
     """Compute the cross entropy of each token, with the logits of only one chunk of positions in memory at a time.
 
-    The result equals ``token_cross_entropy(compute_logits(), labels)``. It can also be computed without gradients.
-    The gradients are as precise as without chunks, because the gradients of the head's weights are summed over the
-    chunks in float32, even for bfloat16 weights.
+    The result equals ``token_cross_entropy(compute_logits(), labels)``. This function also works under
+    ``torch.no_grad``. The gradients are as precise as without chunks, because the gradients of the head's weights are
+    summed over the chunks in float32, even for bfloat16 weights.
 
     Args:
         model: A Hugging Face causal language model, or a wrapper of one, sharded or not.

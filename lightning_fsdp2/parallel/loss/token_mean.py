@@ -62,9 +62,9 @@ def token_mean_loss(
 ) -> Tensor:
     """Compute a cross entropy that is averaged over all label tokens of the optimizer step.
 
-    After backward, :func:`apply_token_mean_` must turn the gradients into those of this mean. The strategies of this
-    package call it for every ``module`` that was passed to this function. In a plain torch loop, call it yourself after
-    the last backward of each step.
+    After backward, :func:`apply_token_mean_` must turn the gradients into the gradients of this mean. The strategies of
+    this package call :func:`apply_token_mean_` for every ``module`` that was passed to :func:`token_mean_loss`. In a
+    plain torch loop, call it yourself after the last backward of each step.
 
     Do not add other terms to this loss, because their gradients would also be divided by the number of label tokens. Do
     not use this function both for a module and for one of its submodules, because the submodule's gradients would be

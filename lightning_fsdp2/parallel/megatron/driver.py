@@ -48,7 +48,7 @@ class Driver:
 
     Args:
         wrapper: The ``megatron_fsdp.MegatronFSDP`` around the model.
-        lift: Converter of the wrapper's parameters to those of whole tensor parallel models. None without tensor
+        lift: Converter from the wrapper's parameters to DTensors of the whole parameters. None without tensor
             parallelism.
     """
 
@@ -73,8 +73,8 @@ class Driver:
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
         take_hooks_off(wrapper)
         self._put_hooks_on()
-        # The wrapper of version 0.5.1 calls `module.forward` and thereby skips the hooks of the module.
-        # One of these hooks is for the parameters that the module holds directly, and must run.
+        # In megatron-fsdp 0.5.1, the wrapper calls `module.forward`, which skips the hooks of the module. These hooks
+        # must run, because one of them gathers the parameters that the module holds directly.
         wrapper.__dict__["forward"] = wrapper.module.__call__
         for module in (wrapper, wrapper.module):
             set_sharder(module, self)
@@ -112,7 +112,8 @@ class Driver:
     def expect_writes(self) -> None:
         """Prepare for writes to the distributed parameters, so that the next forward uses the new values.
 
-        Call it if autograd does not count the writes as in-place changes. The driver cannot notice such writes.
+        Call this method if autograd does not count the writes as in-place changes, because the driver cannot detect
+        such writes itself.
         """
         self.install_distributed_parameters()
         self._is_stale = True
@@ -135,7 +136,7 @@ class Driver:
         )
 
     def _take_over_exchange(self) -> list[_Slot]:
-        """Replace megatron-fsdp's methods that swap the model's parameters, and return the places of all parameters.
+        """Replace megatron-fsdp's methods that swap the model's parameters, and return the slots of all parameters.
 
         The original methods look up every parameter by name several times per step, and fail for unknown parameters.
         """
@@ -243,7 +244,7 @@ class Driver:
         if self._has_reached_a_leaf:
             self._end_backward()
         else:
-            self._abandon_backward()  # the user called `torch.autograd.grad`, which sets no gradients of parameters
+            self._abandon_backward()  # the user called `torch.autograd.grad`, which does not set `parameter.grad`
 
     def _begin_backward(self) -> None:
         if self._has_gradients:
@@ -262,7 +263,7 @@ class Driver:
             self.clear_gradients()  # the user has cleared `parameter.grad`, but not the buffers
             return
         strategy = self.wrapper.data_parallel_sharding_strategy
-        # averages that are averaged again stay the same, but sums do not
+        # a second reduction changes gradients if it sums them, but not if it averages them
         sums_twice = strategy == "no_shard" and self.wrapper.calculate_per_token_loss
         if strategy == "optim" or sums_twice or self.wrapper.dist_index.use_hybrid_fsdp:
             raise ValueError(
@@ -276,7 +277,7 @@ class Driver:
 
     @torch.no_grad()
     def _write_gradients_back(self) -> None:
-        """Write the gradients into the buffers, so that another backward adds to what the user has made of them."""
+        """Write the gradients, which the user may have changed, back to the buffers that the next backward adds to."""
         for name, part in self._parts.items():
             gradient = self._parameters[name].grad
             if not part.requires_grad:
@@ -302,7 +303,7 @@ class Driver:
             self._fill_empty_gradients()
 
     def _abandon_backward(self) -> None:
-        """Reset the wrapper to the state between two backwards."""
+        """Reset the wrapper to the state in which it waits for the next backward."""
         self._in_backward = False
         abandon_backward(self.wrapper)
 
@@ -329,7 +330,7 @@ class Driver:
     def _fill_empty_gradients(self) -> None:
         """Give an empty gradient to each parameter that has no rows on this rank.
 
-        megatron-fsdp sets no gradient for such a parameter, so this rank would skip collectives of the other ranks.
+        megatron-fsdp sets no gradient for such a parameter, so this rank would skip collectives that other ranks run.
         """
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None and isinstance(parameter, DTensor):

@@ -1,14 +1,15 @@
-"""Tensor parallelism around Megatron-FSDP, which does not know of it.
+"""Tensor parallelism in combination with Megatron-FSDP, which is not aware of it.
 
-megatron-fsdp fails on parameters that are DTensors (https://github.com/NVIDIA/Megatron-LM/issues/5786). It need not see
-any, because modules under tensor parallelism compute with plain tensors. Before wrapping, each parameter is therefore
-replaced with this rank's part, a plain parameter. The wrapper shards the part over the data parallel ranks, and its
-distributed parameters are *lifted*: DTensors of the whole parameter that share the wrapper's memory. Tensor parallelism
-cuts a parameter first, so its axis is before the wrapper's in their mesh.
+megatron-fsdp fails on parameters that are DTensors (https://github.com/NVIDIA/Megatron-LM/issues/5786). It does not
+have to see any, because modules under tensor parallelism compute with plain tensors. Before wrapping, each parameter is
+therefore replaced with this rank's part, a plain parameter. The wrapper shards the part over the data parallel ranks.
+The wrapper's distributed parameters are then *lifted*: they are converted to DTensors that represent whole parameters,
+but still share the wrapper's memory. In the mesh of these DTensors, the tensor parallel axis comes before the wrapper's
+shard axis, because tensor parallelism cuts a parameter first.
 
-The gradients of some parts are only summands of this rank, see
-:class:`~lightning_fsdp2.parallel.tensor.parameters.Layout`. They are summed over the tensor parallel ranks once per
-optimizer step.
+For some parts, each rank computes only a summand of the gradient; see
+:class:`~lightning_fsdp2.parallel.tensor.parameters.Layout`. These summands are summed over the tensor parallel ranks
+once per optimizer step.
 """
 
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class Part:
     """Placement over the tensor parallel ranks."""
 
     is_partial: bool
-    """Whether the gradient of this rank's part is only a summand."""
+    """Whether each rank computes only a summand of the gradient, to be summed over the tensor parallel ranks."""
 
 
 def get_parts(model: nn.Module, tp_mesh: DeviceMesh) -> dict[str, Part]:
@@ -65,12 +66,12 @@ def get_parts(model: nn.Module, tp_mesh: DeviceMesh) -> dict[str, Part]:
 
 
 def check_foreign_styles(model: nn.Module, config: MegatronFSDPConfig) -> None:
-    """Refuse torch's own styles together with buffers that Megatron-FSDP uses for several units in turn.
+    """Refuse torch's own tensor parallel styles if Megatron-FSDP uses the same buffers for several units in turn.
 
-    With these styles, backward saves views of a parameter, which do not follow the parameter to another buffer.
+    These styles save views of a parameter for backward. The views do not follow the parameter to another buffer.
 
     Raises:
-        ValueError: If a flag asks for such buffers, and torch's styles have sharded parameters.
+        ValueError: If a flag enables such buffers, and torch's styles have sharded parameters.
     """
     flag = next((name for name in ("fsdp_double_buffer", "nccl_ub") if getattr(config, name)), None)
     foreign = [
@@ -90,7 +91,7 @@ def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Replace each parameter on ``tp_mesh`` with this rank's part, a plain parameter. Tied parameters stay tied.
 
     Parameters that :func:`~lightning_fsdp2.parallel.megatron.wrap.spread_parameters` has sharded further are on another
-    mesh, and stay.
+    mesh, and are not replaced.
     """
     replaced: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
@@ -107,7 +108,7 @@ def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def build_tp_first_mesh(device_mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
-    """Build a mesh on which tensor parallelism cuts a parameter before the data parallel ranks of a replica do.
+    """Build a mesh for parameters that tensor parallelism cuts first, before the data parallel ranks shard the parts.
 
     Args:
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
@@ -121,7 +122,7 @@ def build_tp_first_mesh(device_mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
 
 
 class Lift:
-    """Converter of Megatron-FSDP's DTensors of a rank's parts to DTensors of whole parameters.
+    """Converter from Megatron-FSDP's DTensors, which only represent this rank's parts, to DTensors of whole parameters.
 
     Args:
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh` with several tensor parallel ranks.
@@ -182,15 +183,15 @@ class Lift:
         self._sum_others({name: p for name, p in partial.items() if not self._is_aligned[name]})
 
     def is_kept_elsewhere(self, name: str) -> bool:
-        """Return whether another tensor parallel rank writes the sum of this gradient back for the next backward.
+        """Return whether another tensor parallel rank writes this gradient back to the buffers, instead of this rank.
 
-        All ranks have the sum of a partial gradient. Only one of them may write it back, because the next backward
-        makes another sum over the ranks.
+        All ranks hold the sum of a partial gradient. Only one of them may write the sum back, because after the next
+        backward, the gradient is summed over the ranks again.
         """
         return name in self._first_rows and self._tp_group.rank() > 0
 
     def _sum_aligned(self, parameters: list[DTensor]) -> None:
-        """Sum gradients with one all-reduce in float32. All tensor parallel ranks hold the same rows of each one."""
+        """Sum gradients whose rows are the same on all tensor parallel ranks, with one all-reduce in float32."""
         if not parameters:
             return
         local = [cast(DTensor, parameter.grad).to_local() for parameter in parameters]
@@ -200,10 +201,10 @@ class Lift:
             _set_gradient(parameter, total.view(gradient.shape))
 
     def _sum_others(self, parameters: dict[str, DTensor]) -> None:
-        """Sum the whole gradients if the tensor parallel ranks hold different rows of them.
+        """Sum gradients as whole tensors, because the tensor parallel ranks hold different rows of them.
 
-        This happens if a unit also has a weight whose shards differ in size between tensor parallel ranks, such as an
-        embedding with an odd vocabulary: Megatron-FSDP then cuts the unit's buffer at different rows.
+        The rows differ if the unit also has a weight whose shards differ in size between tensor parallel ranks, such as
+        an embedding with an odd vocabulary size. Megatron-FSDP then cuts the unit's buffer at different rows.
         """
         if not parameters:
             return

@@ -1,9 +1,9 @@
 """Wrapping of a model with NVIDIA's package megatron-fsdp.
 
 The package keeps parameters, gradients and optimizer states in flat buffers that are sharded over the ranks. It wraps a
-model and swaps the model's parameters. Forward and backward use *raw* parameters, which the package gathers. The
-optimizer and checkpoints use *distributed* parameters. These are DTensors that are sharded by rows. The number of rows
-may differ between ranks.
+model, and switches the model between two sets of parameters. Forward and backward use *raw* parameters, which the
+package gathers. The optimizer and checkpoints use *distributed* parameters. These are DTensors that are sharded by
+rows. The number of rows may differ between ranks.
 """
 
 import importlib.util
@@ -66,7 +66,7 @@ _OPTIONS = (
 """Flags that are passed to ``megatron_fsdp.fully_shard_model`` under the same names."""
 
 _NCCL_ALLOCATORS = ("megatron.core.nccl_allocator", "apex.contrib.nccl_allocator")
-"""Python modules that can allocate NCCL user buffers. megatron-fsdp needs one of them."""
+"""Python modules that can allocate NCCL user buffers. With ``nccl_ub=True``, megatron-fsdp needs one of them."""
 
 
 def import_megatron_fsdp() -> Any:
@@ -138,8 +138,9 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
 
 
 def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
-    """Return the classes of modules that become units: those of all layers, and torch's attention."""
-    # the projection inside torch's attention cannot be a unit, because its weights are read without calling it
+    """Return the classes of the modules that become units: the classes of all layers, and of torch's attention."""
+    # the projection inside torch's attention cannot be a unit, because the attention reads the projection's weights
+    # without calling the projection
     attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
     return list({type(module): None for module in [*structure.layers, *attentions]})
 
@@ -204,7 +205,8 @@ def spread_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
 def _shard_part(parameter: DTensor, mesh: DeviceMesh) -> DTensor:
     """Shard this rank's part of a tensor parallel parameter over the data parallel ranks.
 
-    A part that has several pieces along dim 0 is sharded along dim 1, because DTensor cannot shard the pieces further.
+    If dim 0 packs several projections, this rank's part holds a piece of each. The part is then sharded along dim 1,
+    because DTensor cannot shard the pieces further along dim 0.
     """
     dim = 1 if any(placement.dim == 0 for placement in get_packed_placements(parameter).values()) else 0
     shards = split_evenly(parameter.to_local().detach(), mesh[DP_SHARD_CP].size(), dim)
@@ -226,7 +228,7 @@ def apply_megatron_fsdp(
     """Wrap ``model`` with Megatron-FSDP, and put its distributed parameters into the model.
 
     Args:
-        model: Model on ``device``, in the dtype with which it computes. It is the same on every rank, or was sharded by
+        model: Model on ``device``, in its compute dtype. It has the same weights on every rank, or was sharded by
             :func:`spread_parameters`.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
         config: The flags.
@@ -234,7 +236,7 @@ def apply_megatron_fsdp(
         unit_classes: Classes of the modules that become units. The parameters of a unit are gathered together.
 
     Returns:
-        The ``megatron_fsdp.MegatronFSDP`` that replaces ``model`` in calls.
+        The ``megatron_fsdp.MegatronFSDP`` wrapper, which must be called instead of ``model``.
 
     Raises:
         ValueError: If the installed version lacks an option that is set, or cannot cut the model's parameters into rows
@@ -252,7 +254,8 @@ def apply_megatron_fsdp(
     numels = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     groups = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)).get_all_groups()
     with without_metrics(model):
-        # The package may fail on some ranks only. With `nccl_ub`, the others then wait in its barriers.
+        # The package may fail on only some ranks. With `nccl_ub`, the other ranks then wait in the package's barriers,
+        # so the ranks cannot exchange their errors.
         with fail_together([] if config.nccl_ub else groups), _explain_rows(device_mesh):
             wrapper = package.fully_shard_model(
                 model,
@@ -266,8 +269,8 @@ def apply_megatron_fsdp(
             )
         driver = Driver(wrapper, None if tp_mesh is None else Lift(device_mesh, parts))
     if config.zero_dp_strategy >= 2 and numels:
-        # By default, megatron-fsdp up to 0.6.1 gathers at least 5e8 elements ahead, which is all of most models.
-        # Gather one unit ahead instead, and reduce gradients when those of two units are waiting.
+        # By default, megatron-fsdp up to 0.6.1 gathers at least 5e8 elements ahead, so it gathers most models as a
+        # whole. Gather one unit ahead instead, and reduce gradients when the gradients of two units are waiting.
         wrapper.suggested_AG_prefetch_size = sum(numels) // len(numels)
         wrapper.suggested_RS_queue_capacity = 2 * wrapper.suggested_AG_prefetch_size
     _fill(driver, weights, attributes)
@@ -276,7 +279,7 @@ def apply_megatron_fsdp(
 
 @contextmanager
 def _explain_rows(device_mesh: DeviceMesh) -> Iterator[None]:
-    """Explain the error of megatron-fsdp, up to version 0.6.1, when it cuts a buffer within a row of a parameter."""
+    """Explain the error that megatron-fsdp up to 0.6.1 raises if it cuts a buffer within a row of a parameter."""
     try:
         yield
     except RuntimeError as error:
@@ -319,10 +322,10 @@ def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPCo
 
 
 def _build_wrapper_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Build the mesh for the wrapper. One of its axes has a special name, which marks the wrapper's tensors.
+    """Build the mesh for the wrapper. The name of its shard axis marks the wrapper's tensors as unevenly sharded.
 
-    megatron-fsdp also requires a tensor parallel axis. It gets one with a single rank, because it must not see tensor
-    parallelism.
+    megatron-fsdp also requires a tensor parallel axis. This axis has a single rank, because tensor parallelism is
+    hidden from megatron-fsdp.
     """
     axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
     view = get_mesh(device_mesh, axes)
@@ -356,9 +359,9 @@ def _take_spread_parameters(model: nn.Module, device: torch.device, parts: dict[
 
 
 def _make_without_memory(like: DTensor, shape: torch.Size, device: torch.device) -> nn.Parameter:
-    """Make a parameter of a ``shape``, with the dtype of ``like``, whose elements all share the memory of one element.
+    """Make a parameter with this ``shape`` and the dtype of ``like``, but with memory for only one element.
 
-    megatron-fsdp copies it into its buffers and then frees it.
+    All elements share this memory. megatron-fsdp copies the parameter into its buffers and then frees it.
     """
     element = torch.zeros(1, dtype=like.dtype, device=device)
     # megatron-fsdp would not free a view such as `element.expand(...)`

@@ -61,16 +61,16 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard the Hugging Face models in a module over the tensor parallel ranks.
 
-    All parameters of the module become DTensors on ``mesh``, even those that no plan shards, which are replicated.
-    Gradient clipping and fused optimizers therefore find all parameters on the same mesh. The modules still compute
-    with plain tensors.
+    All parameters of the module become DTensors on ``mesh``. Parameters that no plan shards are replicated. Gradient
+    clipping and fused optimizers therefore find all parameters on the same mesh. The modules still compute with plain
+    tensors.
 
     Args:
         structure: Structure of a module that contains Hugging Face models. If it contains none, ``plan`` must name
             submodules of the module itself. The module is changed in place.
         mesh: 1-D mesh of the tensor parallel ranks.
         plan: Plan for all models; see :func:`~lightning_fsdp2.parallel.tensor.plans.get_plan`.
-        sequence_parallel: Whether to shard, along the sequence, the activations that would otherwise be replicated.
+        sequence_parallel: Whether to shard activations along the sequence where they would otherwise be replicated.
         loss_parallel: Whether output heads return logits with a sharded vocabulary, and models compute their loss from
             these logits without gathering them.
 
@@ -122,10 +122,10 @@ def apply_tensor_parallel(
 def _iterate_readable(
     parts: ModelParts, layers: list[nn.Module], layouts: dict[Slot, Layout]
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Find child modules, such as position tables, whose weights the parent may read without calling the child.
+    """Find child modules, such as position embeddings, whose weights the parent may read without calling the child.
 
     These are children with replicated weights, which FSDP2 gathers together with the parent's weights. Layers, the
-    embedding, the final norm and the head are left out, because FSDP2 gathers each of them separately. It would also
+    embedding, the final norm and the head are left out, because FSDP2 gathers each of them separately. FSDP2 would also
     gather modules with a different dtype separately, so nothing is yielded for a model with several dtypes.
 
     Yields:
@@ -172,7 +172,7 @@ def _install(
 ) -> None:
     """Install the styles that a model's plan assigns to its modules, and update ``layouts`` for sequence parallelism.
 
-    Modules in ``installed`` are skipped, because they are shared with an earlier model that has already set them up.
+    Modules in ``installed`` are skipped. They also belong to an earlier model, and already have their styles.
     """
     styles = {module: style for module, style in model.styles.items() if module not in installed}
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
@@ -280,15 +280,16 @@ def _iterate_unnamed(
 def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:
     """Return whether a region's result comes from exactly one row-wise projection, which can then reduce-scatter it.
 
-    Return False if a module that encloses the projection holds a replicated parameter of its own. It is not known
-    whether the module uses this parameter before the projection, on whole sequences, or after the projection, on parts
-    of sequences. If this function returns False, the result is sliced at the end of the region instead.
+    Also return False if a module that encloses the projection holds a replicated parameter of its own, because it is
+    not known whether the module uses this parameter before the projection, on whole sequences, or after it, on parts of
+    sequences. Whenever this function returns False, the result is sliced at the end of the region instead.
     """
     reducing = [module for module, style in styles.items() if style.reduces]
     if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
         return False
     around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
-    # rule out siblings with parameters, which may add to the projection's result, as experts add to a shared expert's
+    # rule out enclosing modules that have other children with parameters, because the results of these children may be
+    # added to the projection's result, as the results of routed experts are added to the result of a shared expert
     is_alone = all(sum(bool(get_slots(child.modules())) for child in outer.children()) == 1 for outer in around[:-1])
     return is_alone and all(layouts[slot] != Layout() for slot in get_slots(around))
 

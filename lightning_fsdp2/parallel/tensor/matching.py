@@ -40,7 +40,7 @@ class MatchedModel:
     """Styles that are not this package's own, by module name. They handle DTensors and collectives themselves."""
 
     is_given: bool
-    """Whether a user gave the plan, so that every entry must match something."""
+    """Whether a user gave the plan. If so, every entry must match something."""
 
     matched: list[str]
     """Patterns of the plan that match a module or parameter."""

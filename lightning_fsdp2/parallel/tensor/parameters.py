@@ -6,7 +6,8 @@ summand. The gradient of the parameter itself always has the placement of its DT
 and clipping need not know about layouts.
 
 Megatron-FSDP replaces the DTensors with *raw* parameters, which are plain parameters with this rank's parts. A forward
-computes with them directly. Their gradients are the rank's own, and are summed when backward has ended.
+computes with them directly, so the gradient of a raw parameter may be only this rank's summand. The summands of all
+ranks are summed after backward.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,8 +49,9 @@ class Layout:
     rank may then add the bias."""
 
     sections: tuple[int, ...] | None = None
-    """Sizes of the sections that are packed along ``dim``, such as gate and up, if the placement cannot express them. A
-    rank uses its shard of each section. If the parameter is sharded, it is gathered before use."""
+    """Sizes of the sections that are packed along ``dim``, such as gate and up, if the placement cannot express them.
+    Each rank computes with its shard of every section. If the parameter is sharded, it is gathered first, because the
+    shards that the ranks store are cut differently."""
 
     dim: int = 0
 
@@ -57,8 +59,8 @@ class Layout:
     """Whether the ranks' shards may differ in size, because their results are only gathered or summed."""
 
     foreign_shape: torch.Size | None = None
-    """Shape of the whole parameter if one of torch's own styles has sharded it, so that its module computes with
-    DTensors."""
+    """Shape of the whole parameter if one of torch's own styles has sharded it, and otherwise None. Modules with such
+    parameters compute with DTensors."""
 
     def get_parts(self, parameter: Tensor) -> tuple[int, ...]:
         """Return the sizes of a parameter's packed sections. Each section is sharded over the ranks separately."""
@@ -141,9 +143,9 @@ def shard_parameters(layouts: dict[Slot, Layout], mesh: DeviceMesh) -> None:
 
 
 def get_layout(module: nn.Module, name: str) -> Layout:
-    """Return the layout of a parameter that ``module`` holds directly. Without tensor parallelism, it is the default.
+    """Return the layout of a parameter that ``module`` holds directly. Without tensor parallelism, return the default.
 
-    The layout is recorded on the module, because weights are loaded into new parameters.
+    Layouts are recorded on modules and not on parameters, because loading weights creates new parameters.
     """
     layout: Layout = module.__dict__.get(_LAYOUTS, {}).get(name, _REPLICATED)
     return layout
@@ -173,7 +175,7 @@ def compute_with_local_parameters(
 
 
 class _LocalParameters:
-    """Wrapper of a method that replaces parameters with the tensors that the method computes with, while it runs."""
+    """Wrapper that replaces parameters, while a method runs, with the tensors that the method should compute with."""
 
     def __init__(self, slots: list[tuple[nn.Module, str, Layout]], mesh: DeviceMesh) -> None:
         self.slots = slots
@@ -214,7 +216,8 @@ class _LocalParameters:
 def _is_replaced(parameter: Any, layout: Layout) -> bool:
     """Return whether a module computes with a different tensor than ``parameter``.
 
-    A plain tensor that is no parameter is the result of an enclosing module's wrapper, and is final.
+    If ``parameter`` is a plain tensor and not an ``nn.Parameter``, the wrapper of an enclosing module has already
+    replaced the parameter, and the module computes with this tensor.
     """
     if isinstance(parameter, DTensor):
         return layout.foreign_shape is None

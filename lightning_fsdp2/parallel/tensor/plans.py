@@ -113,7 +113,8 @@ def get_layer_traits(parts: ModelParts) -> LayerTraits:
 def _has_deepstack(parts: ModelParts) -> bool:
     """Return whether the model sees images and adds their features to hidden states between its layers (DeepStack).
 
-    A language model alone can take such features too, but does not make them.
+    A language model without a vision tower may accept such features as an argument, but does not compute them. For such
+    a model, return False.
     """
     names = {name for module in parts.hf_models for name in signature(module.forward).parameters}
     return "pixel_values" in names and any(name.startswith("deepstack_") for name in names)
@@ -143,7 +144,7 @@ def get_style(name: str, style: "str | ParallelStyle", config: Any = None) -> Pa
 
 
 def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
-    """Return the tensor parallel plan of a model: a dict from patterns, which are relative to the model, to styles.
+    """Return the tensor parallel plan of a model: a dict from patterns to styles. Patterns are relative to the model.
 
     Args:
         parts: Parts of the model.
@@ -166,7 +167,8 @@ def get_plan(parts: ModelParts, plan: PlanOption = None) -> Plan:
     styles = {name: get_style(name, style, config) for name, style in plan.items()}
     heads = {name for name, module in model.named_modules() if module is parts.head}
     translated = {name: _from_torch(style, is_head=name in heads) for name, style in styles.items()}
-    # keep torch's styles if some have custom layouts: they may pass DTensors, which only torch's styles accept
+    # if a style has custom layouts, keep torch's styles for all modules: a module with custom layouts may pass DTensors
+    # to other modules, and only torch's styles accept DTensors
     return translated if all(isinstance(style, Style) for style in translated.values()) else styles
 
 
@@ -184,7 +186,8 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    if not set(own) - names:  # a class with a head always has an entry for the head, which alone shards no layers
+    # ignore the entry for the head, which every class with a head has: a plan with only this entry shards no layers
+    if not set(own) - names:
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give a plan in the config, as tp_plan={{...}}, from"
             " module names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"

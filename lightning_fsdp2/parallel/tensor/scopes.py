@@ -1,8 +1,8 @@
-"""Sequence parallelism for any stack of decoder layers, derived from only the tensor parallel plan.
+"""Sequence parallelism for any stack of decoder layers, derived from the tensor parallel plan alone.
 
 From the input of the first layer to the output of the last layer, each rank holds its part of the sequence
-(https://arxiv.org/abs/2205.05198). Everything outside the layers sees whole sequences: position ids, masks, rotary
-embeddings, final norm and head. A layer has two kinds of children:
+(https://arxiv.org/abs/2205.05198). Everything outside the layers is computed for whole sequences: position ids, masks,
+rotary embeddings, final norm and head. A layer has two kinds of children:
 
 - Norms, and other modules that process each position independently, work on this rank's positions.
 - Every other child, such as attention, MLP or MoE, is a *region*. A region gathers its hidden states on entry. If the
@@ -65,7 +65,7 @@ class Scope:
         return copy_to_ranks(tensor, self.group)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return an input without a gradient, such as expert indices, for the same tokens as :meth:`enter`."""
+        """Return an input that has no gradient, such as expert indices, for the tokens that :meth:`enter` returns."""
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ class EmbeddingScope(Scope):
         super().__init__(group)
         self.stacks, self.embedding = stacks, embedding
         self._watched: dict[bool, bool] = {}
-        """Whether a user's hook was registered on the embedding on any rank, in the first forward with gradients (key
-        True) and in the first forward without gradients (key False)."""
+        """Whether the embedding had a user's forward hook on any rank. Key True is for the first forward with
+        gradients, and key False for the first forward without gradients."""
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
         running = [stack for stack in self.stacks if stack.is_running]
@@ -158,9 +158,9 @@ class EmbeddingScope(Scope):
 
 
 class PointwiseScope(Scope):
-    """Scope of a direct child of a sequence parallel layer to which the plan assigns a style, such as a projection.
+    """Scope of a module, such as a projection, that has a style and is a direct child of a sequence parallel layer.
 
-    The child's input is gathered along the sequence, and its result is scattered.
+    The module's input is gathered along the sequence, and its result is reduce-scattered.
     """
 
     is_scattered = True
@@ -218,7 +218,8 @@ class RegionScope(Scope):
         dim = self.stack.dim
         if not self.stack.is_active:
             return super().leave(tensor)
-        # do not scatter if each rank would get a single position, which PyTorch would broadcast against whole sequences
+        # do not scatter if each rank would get a single position: if the region combined this position with whole
+        # sequences, PyTorch would broadcast it and not raise an error
         if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
             return super().leave(tensor)
         if tensor.size(dim) != self.stack.whole:
@@ -301,7 +302,8 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
         try:
             for name, parameter in saved.items():
                 if parameter is not None and parameter.requires_grad:
-                    # clone a raw parameter: Megatron-FSDP may move its memory before backward, but not that of a view
+                    # clone a raw parameter, because `copy_to_ranks` returns a view: Megatron-FSDP may move the
+                    # parameter to another buffer before backward, but the view would still refer to the old buffer
                     own = parameter.clone() if isinstance(parameter, nn.Parameter) else parameter
                     module._parameters[name] = copy_to_ranks(own, scope.group)  # type: ignore[assignment]
             return forward(*args, **kwargs)

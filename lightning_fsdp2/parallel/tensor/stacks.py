@@ -15,7 +15,9 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum, Summands
 
 
 class Stack:
-    """Stack of layers between which hidden states are sharded along the sequence, with the current sequence length.
+    """Stack of layers between which hidden states are sharded along the sequence.
+
+    The stack also keeps the length of the current sequence.
 
     Args:
         group: Process group of the tensor parallel ranks.
@@ -100,7 +102,7 @@ class Stack:
             )
 
     def close(self, hidden: Tensor) -> Tensor:
-        """Gather the hidden states that the last layer returns, along the sequence."""
+        """Gather the last layer's hidden states along the sequence."""
         self.is_open = False
         return gather_shards(hidden, self.stream_dim, self.whole, self.group) if self.is_active else hidden
 

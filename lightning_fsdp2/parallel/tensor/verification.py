@@ -1,8 +1,8 @@
-"""Verification of the gradients under a tensor parallel plan, by the autograd graph of each layer's first forward.
+"""Verification of gradients under a tensor parallel plan, based on the autograd graph of each layer's first forward.
 
 Correct logits do not prove that gradients are correct. For example, each rank applies the query and key norms of Qwen3
-to its own heads. If a plan nevertheless replicates these norms without summing their gradients, the logits are correct,
-but the gradient on each rank lacks the summands of the other ranks.
+to its own heads. If a plan replicates these norms but does not sum their gradients over the ranks, the logits are
+correct, but the gradient on each rank lacks the summands of the other ranks.
 
 The verification sorts the values in the graph into two kinds. *Equal* values are the same on all ranks, and have
 complete gradients. *Own* values differ between ranks: they are shards or summands, or were computed from shards or
@@ -200,7 +200,8 @@ class _Graph:
     def _describe(self, edge: Edge) -> str:
         """Return the name of the last parameter that was used to compute a value.
 
-        Only parameters that were used after the last collective count. If there is none, return ``"its input"``.
+        Parameters that were used before the last collective are ignored. If no parameter was used after it, return
+        ``"its input"``.
         """
         seen, front = {edge[0]}, [edge]
         while front:
@@ -215,7 +216,7 @@ class _Graph:
     def _get_inputs(self, node: Any) -> list[Edge]:
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         for i, edge in enumerate(edges):
-            # skip nodes of FSDP2 through which all arguments of a unit pass unchanged
+            # skip the identity function of FSDP2, through which all arguments of a wrapped module pass
             while edge not in self.known and is_fsdp_pass_through(edge[0]):
                 edge = edge[0].next_functions[edge[1]]
             edges[i] = edge
@@ -231,7 +232,8 @@ def _get_edge(tensor: Tensor) -> Edge:
 def _get_kinds_of_raw(layer: nn.Module) -> dict[Edge, Kind]:
     """Return the kinds of the raw parameters with which a layer computes under Megatron-FSDP.
 
-    The graph shows how a plain tensor was made from a DTensor, but it does not show this for a raw parameter.
+    For a plain tensor that was made from a DTensor, the autograd graph shows the kind. It does not show the kind of a
+    raw parameter, so this function uses the parameter's layout.
     """
     kinds = {}
     for module, name in get_slots(layer.modules()):

@@ -146,9 +146,9 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
     The memory in use grows or shrinks by the same amount from each block to the next. The peak is therefore near the
     first or the last block.
 
-    The result is ``few + steps * (more - few)`` for each count of operations. An operation on all parameters at once
-    has a different size in each summary. The result then counts the operation of ``few`` a negative number of times
-    and that of ``more`` a positive number of times, so that their bytes and FLOPs add up to the extrapolated amount.
+    The count of each operation becomes ``few + steps * (more - few)``. An operation on all parameters at once has a
+    different size in each summary, so it is counted as two operations. The operation of ``few`` gets a negative count,
+    and that of ``more`` a positive count, so that their bytes and FLOPs add up to the extrapolated amount.
     """
     counts: Counter[Operation] = Counter()
     for summary, factor in ((few, 1 - steps), (more, steps)):

@@ -87,7 +87,7 @@ class _FakeDDPManager(DDPManager):
 class _Reducer:
     """Wrapper of torch's reducer that rebuilds buckets with real tensors.
 
-    torch stores the new order of the parameters in tensors and reads their values.
+    torch stores the new order of the parameters in tensors and reads their values, which fake tensors do not have.
     """
 
     def __init__(self, reducer: Any) -> None:

@@ -73,7 +73,8 @@ def _count_segments_backward(
 ) -> int:
     """Count the FLOPs of the backward of segment attention.
 
-    Backward repeats the first of forward's two products, and needs two products for the gradients of each of them.
+    The backward repeats the first of the forward's two products. Each of the forward's two products also needs two
+    products for its gradients.
     """
     return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
 

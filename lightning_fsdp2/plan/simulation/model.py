@@ -1,4 +1,4 @@
-"""Construction of a run's model on the meta device, as one of any number of simulated ranks would build it."""
+"""Construction of a run's model on the meta device, as on one rank of a simulated world of any size."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,8 +68,8 @@ def _connect(trainer: Any, module: Any) -> None:
 def _call_hooks(trainer: Any) -> None:
     """Call the hooks in which a module builds its model.
 
-    Lightning's own way to call ``configure_model`` is not used, since it would make the strategy's device the default
-    instead of the meta device.
+    Lightning's own way to call ``configure_model`` is not used, since it would set the default device to the strategy's
+    device instead of the meta device.
     """
     precision = trainer.strategy.precision_plugin
     with torch.device("meta"):

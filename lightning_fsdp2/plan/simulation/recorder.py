@@ -176,7 +176,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Allocation:
-    """Storage of one or more tensors. Its category may become known late, so it is read at the end of the step."""
+    """Storage of one or more tensors. Its category is read at the end of the step, since it may become known late."""
 
     phase: str
     """Phase in which the storage was allocated."""
@@ -195,7 +195,7 @@ class MemoryChange(NamedTuple):
     """Change of a storage's size because the storage was allocated, freed or resized."""
 
     moment: int
-    """Number of operations that came before."""
+    """Number of operations that came before the change."""
 
     category: str
     bytes: int
@@ -244,7 +244,7 @@ class StepRecorder(TorchDispatchMode):
 
     Args:
         groups: Groups of ranks, by the names that torch gives to their process groups.
-        vocabulary: Sizes of the vocabularies, and of this rank's parts of them.
+        vocabulary: Sizes of the models' vocabularies, and of the part of each that this rank holds.
     """
 
     def __init__(self, groups: Mapping[str, Group], vocabulary: Collection[int] = ()) -> None:

@@ -2,8 +2,8 @@
 
 torch's allocator reserves segments of memory, hands out blocks of them, and rarely frees a segment
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). How much memory it reserves depends on the
-order of allocations. The allocations of the step are therefore replayed by the allocator's own rules. The memory of
-libraries comes from published measurements:
+order of allocations. The allocations of the step are therefore replayed under the allocator's own rules. The memory of
+libraries is taken from published measurements:
 
     Libraries and CUDA's context: 1.06 GB on an H100 before the first all-to-all, without torch's allocations
         (https://github.com/NVIDIA/nccl/issues/1685). Half of that if CUDA's lazily loaded code is not counted.
@@ -35,7 +35,7 @@ _ALL_TO_ALL = int(3.28e9)
 _CUBLAS_WORKSPACE = 32 * _MIB
 
 _GROWTH = 1.1
-"""Factor on the segments for what the replay does not model. It adds twice the growth that was measured."""
+"""Factor that enlarges the segments to allow for what the replay does not model. It adds twice the measured growth."""
 
 _ROUNDING = 512
 _SMALL = _MIB
@@ -51,7 +51,8 @@ class Reserved:
     """Range in which the peak of a process's device memory lies, in bytes."""
 
     least: int
-    """Lower end of the range: no part of a segment is unused, as under memory pressure, and libraries need little."""
+    """Lower end of the range. It assumes that segments have no unused parts, as under memory pressure, and that
+    libraries need little."""
 
     most: int
 
@@ -126,7 +127,7 @@ class _Block:
 
 
 class _Allocator:
-    """Model of torch's allocator for CUDA, which takes a stream's smallest free block that is large enough.
+    """Model of torch's CUDA allocator, which hands out the smallest of a stream's free blocks that is large enough.
 
     The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``.
     """

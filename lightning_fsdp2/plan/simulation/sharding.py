@@ -58,8 +58,8 @@ class UnitDescription:
     parameters: list[ParameterDescription]
     reshard_after_forward: bool | int
     gathered_bytes: int
-    """Bytes of all parameters while the unit computes, in the dtype of the gathered weights; 0 if ranks hold the
-    parameters whole."""
+    """Bytes of all parameters while the unit computes, in the dtype of the gathered weights; 0 if the parameters are
+    not sharded over data parallel ranks."""
 
     shard_bytes: int
     """Bytes of the unit that rank 0 holds."""
@@ -263,15 +263,15 @@ def _get_placements(parameter: Tensor, mesh: DeviceMesh) -> dict[str, str]:
 
 
 def _is_gathered(parameter: DTensor) -> bool:
-    """Return whether data parallel ranks shard a parameter, also if there is only one such rank."""
+    """Return whether data parallel ranks shard a parameter, even if there is only one such rank."""
     return parameter.device_mesh.mesh_dim_names != (TENSOR_PARALLEL,)
 
 
 def _get_gathered_numel(parameter: Tensor) -> int:
     """Count the elements of a parameter that a rank gathers for its computation.
 
-    A tensor parallel rank gathers only its own part. For a parameter that data parallel ranks hold whole, the count is
-    0.
+    A tensor parallel rank gathers only its own part. For a parameter that is not sharded over data parallel ranks, the
+    count is 0.
     """
     if not isinstance(parameter, DTensor) or not _is_gathered(parameter):
         return 0

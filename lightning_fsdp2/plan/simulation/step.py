@@ -316,7 +316,7 @@ def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
-    """Return the sizes of the vocabularies and of a tensor parallel rank's parts of them.
+    """Return the sizes of the models' vocabularies, and of the part of each that a tensor parallel rank holds.
 
     Sizes that also occur in other parameters are left out, since they would not identify logits.
     """

@@ -29,7 +29,7 @@ class Device:
     """Bandwidth to other nodes in each direction, through the device's own adapter, in bytes per second."""
 
     rates: Rates
-    """Rates that are reached in practice, some as shares of these numbers."""
+    """Rates that are reached in practice. Some are fractions of numbers in the data sheet."""
 
     per_node: int = 8
 

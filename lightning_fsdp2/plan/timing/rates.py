@@ -1,8 +1,8 @@
 """Rates that kernels and collectives reach in practice, each from a publication.
 
 The numbers of a data sheet give bounds, and the rates here give estimates. The rate of matrix products is the fastest
-that was measured for any shape. The rate of attention depends on the head size and the length, and is that of
-FlashAttention-2, the kernel that context parallel attention calls.
+that was measured for any shape. The rate of attention depends on the head size and the number of keys. Attention rates
+are those of FlashAttention-2, the kernel that context parallel attention calls.
 
 Sources:
     Products: Bekman, "Maximum Achievable Matmul FLOPS", bfloat16

@@ -1,9 +1,9 @@
 """Step times: a lower bound at the rates of the data sheet, and an estimate at the rates that kernels reach.
 
-This is the roofline model (https://doi.org/10.1145/1498765.1498785). An operation takes as long as its products at the
-peak rate, or as its reads and writes at the memory bandwidth, whichever is longer. A collective takes as long as a ring
-over the slowest link of its group, without latency. With the rates of the data sheet, the result is a lower bound. With
-the rates of :mod:`~lightning_fsdp2.plan.timing.rates`, it is an estimate.
+This is the roofline model (https://doi.org/10.1145/1498765.1498785). An operation takes the time for its FLOPs at the
+peak rate, or the time for its reads and writes at the memory bandwidth, whichever is longer. A collective takes the
+time for its bytes to go around a ring over the slowest link of its group, without latency. With the rates of the data
+sheet, the result is a lower bound. With the rates of :mod:`~lightning_fsdp2.plan.timing.rates`, it is an estimate.
 """
 
 from collections.abc import Collection, Iterable

@@ -139,7 +139,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, patience: timedelta) -> None:
-    # choose a new file name for each check, since a host may have cached that no file has the earlier name
+    # use a new file name for each check, since a host may have cached that the file of an earlier check is missing
     probe = on_first_rank(lambda: _make_file(folder / f".shared-{uuid.uuid4().hex[:8]}"), group)
     sees = gather_objects(_appears(probe, patience), group)
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)

@@ -1,7 +1,8 @@
 """Function that makes a process end when its parent ends for any reason, including an error and ``kill -9``.
 
-Run as a script, this file calls the function, and then replaces its own process with the command in its arguments. The
-file imports only the standard library, to be fast: until the imports are done, the process can outlive its parent.
+When run as a script, this file calls the function, and then replaces its own process with the command in its arguments.
+The file imports only the standard library, to start fast: until the imports are done, the process can outlive its
+parent.
 """
 
 import ctypes

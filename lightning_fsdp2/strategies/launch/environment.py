@@ -11,7 +11,11 @@ from lightning_fsdp2.strategies.launch.end_with_parent import end_with_parent
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher
 
 _USES_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable that shows that torchrun's agent started this rank. The agent's main thread starts the ranks."""
+"""Environment variable that shows that torchrun's agent started this rank.
+
+The agent's main thread starts the ranks. The thread matters, because the kernel kills a rank that has called
+:func:`end_with_parent` when the thread that started the rank ends.
+"""
 
 
 def get_number_of_nodes(environment: ClusterEnvironment, num_nodes: int) -> int:
@@ -57,7 +61,7 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
 
 
 def check_variables(environment: ClusterEnvironment | None, devices: int, nodes: int) -> None:
-    """Refuse environment variables that another launcher or an earlier run has left, if Lightning starts the processes.
+    """Refuse environment variables left by another launcher or an earlier run, if Lightning starts the processes.
 
     Raises:
         ValueError: When a variable contradicts the Trainer. The message names the variable and its valid values.

@@ -1,4 +1,4 @@
-"""Launcher for ``python script.py``. The first process of a node starts the node's other ranks, which end with it."""
+"""Launcher for ``python script.py``. A node's first process starts the node's other ranks, which end when it ends."""
 
 import atexit
 import os

@@ -104,7 +104,7 @@ def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> D
 
 
 def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the process groups of all views of ``device_mesh``, and the groups that were made for special purposes."""
+    """Return the process groups of all views of ``device_mesh``, and the extra groups that were created for it."""
     groups = [group for view in get_views(device_mesh) for group in view.get_all_groups()]
     return groups + get_extra_groups(device_mesh)
 
@@ -161,8 +161,8 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 def _has_backend(backend: str, device: torch.device) -> bool:
     """Return whether the default group already uses ``backend``.
 
-    The group must use the backend that ``backend`` names for ``device``. If ``backend`` also names one for the CPU, the
-    group must use that one too.
+    The group must use the backend that ``backend`` names for ``device``. If ``backend`` also names a backend for the
+    CPU, the group must use that backend for the CPU.
     """
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())

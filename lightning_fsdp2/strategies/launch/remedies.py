@@ -18,7 +18,7 @@ _PEER_IS_LOST = (
     "Timed out waiting",
     "collective operation timeout",
 )
-"""Parts of the error messages of gloo, NCCL and the store when another rank is gone or does not answer in time."""
+"""Texts in the errors of gloo, NCCL and the store when another rank is gone or does not answer in time."""
 
 
 def add_remedy(exception: BaseException, hosts: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def add_remedy(exception: BaseException, hosts: Sequence[str]) -> None:
 
 
 def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:
-    """Return advice on an error of torch or Lightning that does not name its cause, or None if there is none.
+    """Return advice on an error of torch or Lightning that does not name its cause, or None if no advice is known.
 
     Args:
         exception: Error that ended a stage.

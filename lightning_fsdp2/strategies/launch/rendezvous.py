@@ -60,7 +60,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             multi_tenant=True,
         )
         # torchrun may keep its store when it restarts the ranks, so every attempt to start uses its own prefix.
-        # If a host rejoins the run, its agent may count attempts differently, so that its ranks use another prefix.
+        # The agent of a host that rejoins the run may count attempts differently. Its ranks then use another prefix.
         # For hosts to rejoin a run, torchrun's store must be off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
@@ -190,7 +190,7 @@ def _say_who_came(store: Store, world_size: int) -> str:
 
 
 def _read_arrivals(store: Any) -> list[tuple[int, str, dict[str, str]]]:
-    """Return rank, host and values of ``run`` for each rank that has reached the store, in order of arrival."""
+    """Return the rank, host and ``run`` values of each rank that has reached the store, in order of arrival."""
     return [json.loads(line) for line in store.get(_CAME).splitlines()]
 
 

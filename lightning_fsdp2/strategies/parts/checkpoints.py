@@ -86,12 +86,15 @@ class Checkpoints:
     # ------------------------------------------------------------------ stages
 
     def connect(self, device: torch.device) -> None:
-        """Connect the plugin with this rank's device and the run's process groups, which must already exist."""
+        """Give the plugin this rank's device and the run's process groups, which must already exist."""
         thread_group = get_group("checkpoint thread", self._world.timeout) if self.config.async_save else None
         self.io.connect(self.config, device, cast(Any, self._world.control_group), thread_group)
 
     def begin_stage(self, trainer: "Trainer") -> None:
-        """Before a fit, remove leftovers of earlier runs, and replace methods of the ``ModelCheckpoint`` callbacks."""
+        """Wait for the last save, and prepare the stage.
+
+        Before a fit, this removes leftovers of earlier runs, and replaces methods of the ``ModelCheckpoint`` callbacks.
+        """
         self.io.wait()
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -209,7 +212,7 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: When there is no such checkpoint.
-            ValueError: When the checkpoint is incomplete or damaged, or holds objects that may not be unpickled.
+            ValueError: When the checkpoint is incomplete or damaged, or holds objects that must not be unpickled.
         """
         path = self._world.broadcast(path)
         is_fit = module.trainer.state.fn == TrainerFn.FITTING

@@ -195,7 +195,7 @@ def _get_optional_length(loader: Any) -> int | None:
 
 
 def _get_shortest_guess(loader: Any, group: dist.ProcessGroup) -> int | None:
-    """Return the shortest length that a rank guesses, or None if a rank has no guess.
+    """Return the shortest of the lengths that the ranks guess, or None if any rank has no guess.
 
     Progress bars and ``val_check_interval`` use this length.
     """

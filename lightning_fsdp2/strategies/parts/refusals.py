@@ -18,7 +18,7 @@ CALLBACKS_OF_WHOLE_WEIGHTS: dict[type[Callback], str] = dict.fromkeys(
     "needs whole weights and fails on sharded weights; remove the callback, and average with"
     " lightning_fsdp2.callbacks.ExponentialMovingAverage, or average or prune checkpoints after training.",
 )
-"""Lightning callbacks that do not work with sharded weights. Each comes with the reason and the remedy."""
+"""Lightning callbacks that do not work with sharded weights, each mapped to the reason and the remedy."""
 
 OPTIMIZERS_WITHOUT_SHARDED_STEP: tuple[type[Optimizer], ...] = (
     torch.optim.LBFGS,

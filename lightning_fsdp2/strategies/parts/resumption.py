@@ -167,8 +167,8 @@ class Resumption:
 def _has_global_positions(trainer: "Trainer") -> bool:
     """Return whether all data loaders report that their saved positions do not depend on the rank.
 
-    A comparison of the ranks' positions would not show this: if each rank counts its own batches, all counts are equal,
-    too.
+    Comparing the ranks' positions would not show this, because the positions are also equal if each rank counts only
+    its own batches.
     """
     loaders = [loader for loader in get_loaders(trainer) if hasattr(loader, "state_dict")]
     return all(getattr(loader, "has_global_position", False) for loader in loaders)

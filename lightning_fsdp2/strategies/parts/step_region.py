@@ -66,7 +66,7 @@ class StepRegion:
             self._depth -= 1
 
     def watch(self, root: nn.Module) -> None:
-        """Add hooks to the sharded modules in ``root`` that check their forwards outside of steps.
+        """Add hooks that check the forwards of the sharded modules in ``root`` outside of steps.
 
         The hooks stay on the module after the Trainer is gone. They replace the hooks of an earlier Trainer.
         """

@@ -50,7 +50,9 @@ def move_to_device(root: LightningModule, device: torch.device) -> None:
 
 
 def synchronise_batch_norm(module: nn.Module, layer_sync: Any, device: torch.device) -> None:
-    """Replace BatchNorm layers with SyncBatchNorm if ``Trainer(sync_batchnorm=True)`` is set, before sharding.
+    """Replace BatchNorm layers with SyncBatchNorm if ``Trainer(sync_batchnorm=True)`` is set.
+
+    Call this before the module is sharded.
 
     Args:
         module: Module whose layers are replaced.

@@ -53,7 +53,7 @@ class World:
         self.control_group: dist.ProcessGroup | None = None
 
     def start(self, config: DistributedConfig, environment: ClusterEnvironment, device: torch.device) -> None:
-        """Connect this rank with the other ranks, and create the process groups that need no mesh."""
+        """Connect this rank to the other ranks, and create the process groups that need no mesh."""
         init_process_group(
             environment,
             config.backend,
@@ -143,7 +143,7 @@ class World:
         return reduce(tensor.to(device), group or self.data_group, op).to(tensor.device)
 
     def add_up_over_data(self, number: int) -> int:
-        """Return the sum of ``number`` over the ranks that read different data, on the host."""
+        """Add up ``number`` on the host, over the ranks that read different data, and return the sum."""
         total = self._reduce_number(number, dist.ReduceOp.SUM)
         return int(total) * self.data_parallel_size // self.mesh.size()
 

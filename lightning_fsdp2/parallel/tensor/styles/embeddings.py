@@ -20,7 +20,8 @@ class VocabularyEmbedding(Style):
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
-        # other parameters, such as those of a norm, only see this rank's tokens, so their gradients are summands
+        # only tokens in this rank's part of the vocabulary contribute to the gradients of other parameters, such as the
+        # weight of a norm, so these gradients are summands
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
@@ -31,7 +32,7 @@ class VocabularyEmbedding(Style):
             ((ids >= 0) & (ids < size)).all(), f"A token id is not in the embedding's range of 0 to {size - 1}."
         )
         start, length = get_shard_range(size, scope.group.rank(), scope.group.size())
-        if length == 0:  # there are more ranks than tokens in the vocabulary
+        if length == 0:  # the vocabulary is so small that this rank holds no part of it
             nothing = module.weight.sum() + module.weight.new_zeros((*ids.shape, module.embedding_dim))
             return scope.leave_whole(nothing)
         is_elsewhere = (ids < start) | (ids >= start + length)

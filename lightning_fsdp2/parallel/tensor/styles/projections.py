@@ -80,14 +80,14 @@ class ColumnWise(Style):
 
 @dataclass(unsafe_hash=True)
 class VocabularyHead(ColumnWise):
-    """Style of an output head that can return logits sharded over the vocabulary, as a DTensor with this placement.
+    """Style of an output head that can return its logits as a DTensor that is sharded over the vocabulary.
 
     In a forward without gradients, the logits of a single position are gathered, because ``generate`` needs logits for
     the whole vocabulary.
     """
 
     gather_output: bool = True
-    """Whether logits are gathered where they do not stay sharded."""
+    """True, because logits that do not stay sharded are gathered."""
 
     shards_logits: bool = True
     """Whether logits stay sharded by default. If False, they stay sharded only inside :func:`keep_logits_sharded`, for
