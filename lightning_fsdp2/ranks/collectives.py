@@ -60,7 +60,10 @@ def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over the ranks, to be used in a different computation on each rank."""
+    """Return the sum of ``tensor`` over the ranks.
+
+    Each rank may use the sum in a different computation, because backward sums its gradient over the ranks, too.
+    """
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 

@@ -46,7 +46,7 @@ class Summands:
 
     @property
     def is_added(self) -> bool:
-        """Whether the whole sum was computed. The code that read the sum may have changed it in place."""
+        """Whether the whole sum was computed. If so, the code that asked for it may have changed it in place."""
         return self._sum is not None
 
     def add(self) -> Tensor:

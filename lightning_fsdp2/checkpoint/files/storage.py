@@ -310,7 +310,7 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
         raise make_damage_error(path, error) from error
     try:
         return torch.load(open_archive(), weights_only=False, **options)
-    except RuntimeError as error:  # torch's error for a damaged archive; unpickling an object raises other types
+    except RuntimeError as error:  # a damaged archive; errors from the unpickling itself are of other types
         raise make_damage_error(path, error) from error
 
 

@@ -101,7 +101,8 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
     total = _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
     for group in copies:
         if not any(group in spread for spread in groups):
-            # replicas may add up in different orders, and would diverge if their norms differed in the last bit
+            # replicas may sum the same numbers in different orders. If their norms differed in the last bit, so would
+            # the clipped gradients, and the weights of the replicas would drift apart.
             dist.broadcast(total, group=group, group_src=0)
     return total
 
@@ -202,8 +203,9 @@ def _check_distributed(parameters: list[Tensor]) -> None:
         hasattr(parameter, "_megatron_fsdp_model") and not isinstance(parameter, DTensor) for parameter in parameters
     ):
         raise ValueError(
-            "These parameters have no gradients. The model was called after its backward, so it holds the parameters"
-            " with which Megatron-FSDP computes. Clip the parameters of the optimizer, or clip before that call."
+            "These parameters have no gradients: the model was called again after its backward, and now holds the"
+            " parameters that Megatron-FSDP computes with. Clip the gradients of the optimizer's parameters, or clip"
+            " before that call."
         )
 
 

@@ -72,7 +72,7 @@ def apply_activation_checkpointing(
     is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
     selections: dict[Any, Selection] = {}
     for layer in _get_layers(structure, mode, scope):
-        # do not pass the default `context_fn` explicitly, because torch.compile does not accept it from a variable
+        # leave `context_fn` out to get its default: torch.compile fails if the default is passed through a variable
         options: dict[str, Any] = {}
         if mode == "selective":
             kind = get_kind(layer)

@@ -204,9 +204,9 @@ def _check_results(model: MatchedModel) -> None:
             sharded = [m for m, style in found.items() if isinstance(style, ColumnWise) and not style.gather_output]
             if sharded and not any(isinstance(style, RowWise | SummedResult) for style in found.values()):
                 raise ValueError(
-                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), but no entry sums, over the"
-                    " ranks, the results that are computed from these outputs. Add a 'rowwise' entry for the projection"
-                    " that reads the outputs, or gather the outputs with 'colwise_gather_output'."
+                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), so what is computed from"
+                    " them must be summed over the ranks, but no entry does so. Add a 'rowwise' entry for the"
+                    " projection that reads the outputs, or gather the outputs with 'colwise_gather_output'."
                 )
 
 

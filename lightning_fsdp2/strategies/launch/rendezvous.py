@@ -60,8 +60,9 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             multi_tenant=True,
         )
         # torchrun may keep its store when it restarts the ranks, so every attempt to start uses its own prefix.
-        # The agent of a host that rejoins the run may count attempts differently. Its ranks then use another prefix.
-        # For hosts to rejoin a run, torchrun's store must be off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+        # The agent of a host that rejoins the run may count attempts differently. Its ranks would then use another
+        # prefix than the other ranks, and wait for them in vain. So, for hosts to rejoin a run, torchrun's store must
+        # be off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); rank 0 then starts a new store in each attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
