@@ -195,7 +195,7 @@ def _pad_heads(*tensors: Tensor) -> list[Tensor]:
 
 
 def _make_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Convert ``mask`` to a bias in the dtype of the queries, which the kernels add to the scores."""
+    """Convert ``mask`` to a bias that the kernels add to the scores, in the dtype of the queries."""
     if mask is None:
         return None
     shape = (query.size(0), query.size(1), query.size(2), key.size(2))

@@ -179,7 +179,7 @@ def end_by_sigterm(trainer: Trainer) -> None:
     This replaces Lightning's handlers. They run collectives at whatever point of the code the signal interrupts, and an
     evaluation does not use the results of these collectives.
     """
-    # if the program has its own handler, Lightning calls this handler after `end`
+    # Lightning calls the program's own handler, if there is one, after `end`
     is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)
     launcher = trainer.strategy.launcher
 

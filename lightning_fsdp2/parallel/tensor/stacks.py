@@ -128,7 +128,7 @@ class Stack:
         if left_open and self.is_active:
             raise ValueError(
                 "sequence_parallel=True: the model skipped its last layer, which would have gathered the sequence. Use"
-                " sequence_parallel=False, or a model with fewer layers."
+                " sequence_parallel=False, or remove the layers that the model never runs."
             )
         return output
 

@@ -62,7 +62,7 @@ class FeatureEmbedding(Style):
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Return whether an embedding has parameters besides its weight, which it may use for certain token ids."""
+    """Return whether an embedding may treat certain token ids specially, since it has parameters besides its weight."""
     return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
 
 
