@@ -81,9 +81,9 @@ def check_foreign_styles(model: nn.Module, config: MegatronFSDPConfig) -> None:
     ]
     if flag and foreign:
         raise ValueError(
-            f"{flag}=True: tp_plan shards {list_names(foreign)} with torch's own styles, which save views of the"
-            f" parameters for backward. Use {flag}=False, or name this package's styles in tp_plan, such as 'colwise'"
-            " and 'rowwise'."
+            f"{flag}=True moves parameters between buffers, but tp_plan shards {list_names(foreign)} with torch's own"
+            f" styles, whose backward would still read the old buffer. Use {flag}=False, or name this package's styles"
+            " in tp_plan, such as 'colwise' and 'rowwise'."
         )
 
 

@@ -100,8 +100,8 @@ class LatentKeyValue(Style):
     def run(self, module: nn.Module, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.rotary_features is None:
             raise ValueError(
-                "LatentKeyValue(rotary_features=None) has no number of rotary features, because the style is not part"
-                " of a plan or the model's config has no `qk_rope_head_dim`. Set rotary_features."
+                "LatentKeyValue(rotary_features=None): the number of rotary features is unknown, because the style is"
+                " not part of a plan, or the model's config has no `qk_rope_head_dim`. Set rotary_features."
             )
         return copy_last_to_ranks(forward(*args, **kwargs), self.rotary_features, scope.group)
 
