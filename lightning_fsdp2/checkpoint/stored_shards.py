@@ -99,7 +99,8 @@ def get_first_rows(tensors: Iterable[Any], group: dist.ProcessGroup | None = Non
         group: Process group of all ranks for the message. A CPU group keeps the message off the accelerator.
 
     Returns:
-        Dict that maps the index of each uneven tensor in ``tensors`` to this number. Other tensors are left out.
+        Number of rows on the ranks before this one, by the index of each uneven tensor in ``tensors``. Other tensors
+        are left out.
     """
     uneven = {index: tensor for index, tensor in enumerate(tensors) if is_uneven(tensor)}
     if not uneven:
@@ -114,10 +115,10 @@ def get_first_rows(tensors: Iterable[Any], group: dist.ProcessGroup | None = Non
 
 
 def describe_shards(tensor: DTensor, first_row: int = 0) -> PiecewiseTensor:
-    """Describe the shards of an unusual ``tensor`` for DCP.
+    """Describe, for DCP, the shards of a ``tensor`` for which :func:`is_unusual` is true.
 
     Args:
-        tensor: The DTensor. DCP writes its memory to the checkpoint, or reads into it.
+        tensor: The DTensor, with uneven or packed shards. DCP writes its memory to the checkpoint, or reads into it.
         first_row: For an uneven tensor, the number of its rows on the ranks before this one.
     """
     return PiecewiseTensor(tensor, get_pieces(tensor, first_row), copies=_count_copies(tensor))

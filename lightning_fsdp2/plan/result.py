@@ -263,9 +263,9 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
 def without_offloaded(recording: Recording) -> Recording:
     """Return ``recording`` without the tensors and operations that FSDP2's ``CPUOffloadPolicy`` moves to the host.
 
-    These are the weights, gradients and optimizer states, and the optimizer's operations. Simulations use the CPU, the
-    only device that needs no driver. On a CPU, the recipe ignores the policy, since shards are in host memory anyway.
-    A recording therefore contains these tensors and operations.
+    These are the weights, gradients and optimizer states, and the optimizer's operations. A recording contains them
+    even with this policy, because the simulated devices are CPUs. On a CPU, sharding ignores the policy, since shards
+    are in host memory anyway.
     """
     end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]

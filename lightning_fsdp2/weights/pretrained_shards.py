@@ -190,9 +190,9 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # A packed weight consists of `parts` pieces, and each of its shards contains one part of every piece. When the
-        # loader stacks experts, it takes one part of each stored piece. This gives the same shard if the number of
-        # stored pieces is `parts`.
+        # A packed weight joins several matrices, such as gate and up, and each of its shards holds a slice of every
+        # matrix. When the loader stacks experts, it takes a slice of every stored tensor. Both give the same shard if
+        # each packed matrix is stored as one tensor.
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()

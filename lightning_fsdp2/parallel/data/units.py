@@ -205,7 +205,8 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # if this model runs last, backward first needs its weights outside the layers, so these weights stay gathered
+        # this unit holds the model's weights outside the layers; they stay gathered, because backward begins with them
+        # if this model runs last
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)

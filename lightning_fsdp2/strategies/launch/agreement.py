@@ -121,7 +121,7 @@ def _describe_hyperparameters(trainer: Any) -> dict[str, str]:
 
 
 def _write(name: str, value: Any) -> str:
-    """Return ``value`` as text, without memory addresses and secrets. Equal values give equal texts on all ranks."""
+    """Return ``value`` as text, without memory addresses or secrets. Equal values give equal texts on all ranks."""
     if is_secret(name.rpartition(".")[2]):
         return "hidden"
     if isinstance(value, Namespace):
