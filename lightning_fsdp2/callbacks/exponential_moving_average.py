@@ -41,9 +41,11 @@ class ExponentialMovingAverage(Callback):
 
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
         if not 0 < decay < 1:
-            raise ValueError(f"ExponentialMovingAverage(decay={decay}) must lie between 0 and 1.")
+            raise ValueError(f"ExponentialMovingAverage(decay={decay}): decay must lie between 0 and 1.")
         if every_n_steps < 1:
-            raise ValueError(f"ExponentialMovingAverage(every_n_steps={every_n_steps}) must be 1 or more.")
+            raise ValueError(
+                f"ExponentialMovingAverage(every_n_steps={every_n_steps}): every_n_steps must be 1 or more."
+            )
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.averages: dict[str, Tensor] = {}

@@ -260,8 +260,8 @@ def test_averages_of_other_parameters_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 1.0}, r"decay=1\.0\) must lie between 0 and 1"),
-        ({"every_n_steps": 0}, r"every_n_steps=0\) must be 1"),
+        ({"decay": 1.0}, r"decay=1\.0\): decay must lie between 0 and 1"),
+        ({"every_n_steps": 0}, r"every_n_steps=0\): every_n_steps must be 1"),
     ],
 )
 def test_values_out_of_range(options: dict[str, Any], message: str) -> None:

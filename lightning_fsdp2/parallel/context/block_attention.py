@@ -72,7 +72,7 @@ class _BlockAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         keys, values = _gather(key, value, group)
-        # allocate positions before heads in memory: the caller transposes the result, and would otherwise copy it
+        # in memory, the dim of positions comes before the dim of heads, so that the caller's transpose needs no copy
         shape = (query.size(0), query.size(2), query.size(1), value.size(-1))
         output = query.new_zeros(shape, dtype=torch.float32).transpose(1, 2)
         normalizer = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
