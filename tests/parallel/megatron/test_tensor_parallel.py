@@ -117,7 +117,7 @@ def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any) -> None:
 def test_torchs_styles_are_refused_with_buffers_that_units_share() -> None:
     def run() -> None:
         mesh = create_device_mesh(MegatronFSDPConfig(), tp_size=2)
-        message = r"fsdp_double_buffer=True: tp_plan shards model.layers.0.mlp.down_proj, .* with torch's own styles"
+        message = r"fsdp_double_buffer=True moves .* tp_plan shards model.layers.0.mlp.down_proj, .* torch's own styles"
         with pytest.raises(ValueError, match=message):
             megatron_fsdp_strategy_parallelize(
                 make_model(ROUGH_LLAMA), mesh, tp_shard_plan=FOREIGN_PLAN, fsdp_double_buffer=True
