@@ -11,6 +11,8 @@ loss             ``dp_cp, tensor_parallel``: losses and gradients are averaged o
 data             ``data_parallel, context_parallel, tensor_parallel``: each index of ``data_parallel`` reads its own
                  batches; modules written for Lightning's ``ModelParallelStrategy`` expect this mesh
 model            ``data_parallel, cp_tp``: ranks along ``cp_tp`` hold one model replica and read the same batch
+experts          ``dp_replicate, efsdp, ep``: experts are distributed over ``ep``, and sharded and replicated over the
+                 other axes; only with several expert parallel ranks
 ===============  ===================================================================================================
 
 Every view has all of its axes, including those of size 1, so that the same code runs on one rank and on a thousand.
@@ -30,125 +32,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp2.compat.torch import get_group_timeout, unflatten_mesh
-from lightning_fsdp2.config import DDPConfig, DistributedConfig
-
-DP_REPLICATE = "dp_replicate"
-DP_SHARD = "dp_shard"
-DP_SHARD_CP = "dp_shard_cp"
-DP_CP = "dp_cp"
-DATA_PARALLEL = "data_parallel"
-CONTEXT_PARALLEL = "context_parallel"
-TENSOR_PARALLEL = "tensor_parallel"
-CP_TP = "cp_tp"
-EXPERT_PARALLEL = "ep"
-"""Name of the expert parallel axis, which only meshes from other software have."""
-
-_MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
-
-_VIEWS = (
-    _MESH_AXES,
-    (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL),
-    (DP_CP, TENSOR_PARALLEL),
-    (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL),
-    (DATA_PARALLEL, CP_TP),
+from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config
+from lightning_fsdp2.sizes import (
+    CONTEXT_PARALLEL,
+    DATA_PARALLEL,
+    DP_CP,
+    DP_REPLICATE,
+    DP_SHARD_CP,
+    EFSDP,
+    EP_SHARD,
+    EXPERT_PARALLEL,
+    MESH_AXES,
+    TENSOR_PARALLEL,
+    MeshSizes,
+    ParallelSizes,
 )
-"""Axis names of every view of the world mesh, outermost first. :attr:`MeshSizes.axes` has the size of each axis."""
 
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
 _GROUPS_ATTRIBUTE = "_lightning_fsdp2_groups"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshSizes:
-    """Number of ranks along each axis of the world mesh. Their product is the world size."""
-
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-
-    @property
-    def dp(self) -> int:
-        """Number of data parallel ranks, which read different batches."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Number of ranks along each axis that a view may have."""
-        return {
-            DP_REPLICATE: self.dp_replicate,
-            DP_SHARD: self.dp_shard,
-            DP_SHARD_CP: self.dp_shard * self.cp,
-            DP_CP: self.dp * self.cp,
-            DATA_PARALLEL: self.dp,
-            CONTEXT_PARALLEL: self.cp,
-            TENSOR_PARALLEL: self.tp,
-            CP_TP: self.cp * self.tp,
-        }
-
-    @property
-    def views(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Axis names and sizes of every view of the world mesh."""
-        sizes = self.axes
-        return {names: tuple(sizes[name] for name in names) for names in _VIEWS}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelSizes:
-    """Parallel sizes as the user gives them, before the number of ranks is known."""
-
-    dp_size: int | Literal["auto"] | None = "auto"
-    """Number of data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
-    ``world_size / (cp_size * tp_size)``."""
-
-    dp_replicate_size: int | Literal["auto"] | None = 1
-    """Number of replicas of the sharded model (HSDP). ``"auto"`` means one per node."""
-
-    tp_size: int | None = 1
-    """Number of tensor parallel ranks."""
-
-    cp_size: int | None = 1
-    """Number of context parallel ranks."""
-
-    def resolve(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
-        """Compute the sizes that are ``"auto"``, and check that the product of all sizes is the world size.
-
-        Args:
-            world_size: Number of ranks.
-            num_nodes: Number of nodes. ``dp_replicate_size="auto"`` stands for this number.
-
-        Raises:
-            ValueError: When the product of the sizes is not the world size. The message shows the calculation.
-        """
-        tp = _check_size("tp_size", self.tp_size)
-        cp = _check_size("cp_size", self.cp_size)
-        is_auto = self.dp_replicate_size == "auto"
-        replicate = num_nodes if is_auto else _check_size("dp_replicate_size", self.dp_replicate_size)
-        dp = self._resolve_dp_size(world_size, cp, tp)
-        if dp % replicate != 0:
-            which = f"'auto' (one for each of {num_nodes} nodes)" if is_auto else replicate
-            raise ValueError(
-                f"dp_replicate_size={which} does not divide the data parallel size {dp} (world size {world_size} /"
-                f" (cp_size={cp} x tp_size={tp})); use one of {_divisors(dp)}."
-            )
-        return MeshSizes(dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
-
-    def _resolve_dp_size(self, world_size: int, cp: int, tp: int) -> int:
-        size = self.dp_size
-        if size is None or size == "auto" or (isinstance(size, int) and not isinstance(size, bool) and size <= 0):
-            if world_size % (cp * tp) != 0:
-                raise ValueError(
-                    f"cp_size={cp} x tp_size={tp} = {cp * tp} does not divide the world size {world_size}; choose sizes"
-                    f" that do, or start {_next_multiple(world_size, cp * tp)} processes."
-                )
-            return world_size // (cp * tp)
-        dp = _check_size("dp_size", size)
-        if dp * cp * tp != world_size:
-            raise ValueError(
-                f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world size is {world_size};"
-                f' use dp_size="auto" or start {dp * cp * tp} processes.'
-            )
-        return dp
 
 
 def create_device_mesh(
@@ -170,11 +71,11 @@ def create_device_mesh(
 
     Args:
         config: Config of a strategy, which determines the allowed sizes.
-        dp_size: Number of data parallel ranks. See :class:`ParallelSizes` for this size and the next three.
+        dp_size: Number of data parallel ranks. See :class:`ParallelSizes` for this size and the next four.
         dp_replicate_size: Number of replicas. ``"auto"`` uses the number of nodes that torchrun sets.
         tp_size: Number of tensor parallel ranks. This is the innermost axis.
         cp_size: Number of context parallel ranks.
-        ep_size: Must be 1, because expert parallelism is not supported in this release.
+        ep_size: Number of expert parallel ranks.
         pp_size: Must be 1, because pipeline parallelism is not supported in this release.
         device_type: Device type such as ``"cuda"`` or ``"cpu"``, not the name of a backend. By default the type of the
             machine's accelerator.
@@ -183,12 +84,13 @@ def create_device_mesh(
     Raises:
         ValueError: When a size is not allowed, or when the product of the sizes is not the world size.
     """
-    for name, size, kind in (("ep_size", ep_size, "expert"), ("pp_size", pp_size, "pipeline")):
-        if size not in (None, 0, 1):
-            raise ValueError(f"{name}={size}: {kind} parallelism is not supported in this release; use {name}=1.")
+    if pp_size not in (None, 0, 1):
+        raise ValueError(f"pp_size={pp_size}: pipeline parallelism is not supported in this release; use pp_size=1.")
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
+    sizes = ParallelSizes(
+        dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size, ep_size=ep_size
+    )
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     resolved = sizes.resolve(world_size=world_size, num_nodes=num_nodes)
     return build_device_mesh(resolved, config, device_type=device_type)
@@ -202,7 +104,7 @@ def build_device_mesh(
     Raises:
         ValueError: When a size is not allowed, or when the process group has a different number of ranks.
     """
-    world_size = math.prod(sizes.views[_MESH_AXES])
+    world_size = math.prod(sizes.views[MESH_AXES])
     _check_sizes_of_config(config, sizes)
     _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
@@ -221,7 +123,7 @@ def build_device_mesh(
             dist.init_process_group(backend, device_id=device_id)
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
-    device_mesh = views[_MESH_AXES]
+    device_mesh = views[MESH_AXES]
     for view in views.values():
         # store all views on each view, since DeviceMesh does not give access to the other views
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
@@ -378,22 +280,37 @@ class MeshAxes:
     cp: DeviceMesh | None
     """Context parallel mesh, 1-D. None if there is one context parallel rank."""
 
+    ep: DeviceMesh | None
+    """Expert parallel mesh, 1-D. None if there is one expert parallel rank."""
+
+    experts: DeviceMesh | None
+    """Mesh to shard each expert over: 1-D (shard) or 2-D (replicate x shard). None if there is one expert parallel
+    rank, since experts are then sharded like all other parameters."""
+
     @property
     def tp_size(self) -> int:
         """Number of tensor parallel ranks."""
         return 1 if self.tp is None else self.tp.size()
 
 
-def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames) -> MeshAxes:
+def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames, moe_mesh: DeviceMesh | None = None) -> MeshAxes:
     """Return the submeshes of ``device_mesh`` that a model is sharded over.
+
+    Args:
+        device_mesh: See :func:`get_mesh`.
+        names: Names of the axes.
+        moe_mesh: Mesh of the experts, if it is not a view of ``device_mesh``.
 
     Raises:
         ValueError: When an axis does not exist, or when the named axes leave out ranks.
     """
+    ep, experts = get_expert_meshes(device_mesh, moe_mesh)
     axes = MeshAxes(
         fsdp=get_fsdp_mesh(device_mesh, dp_mesh_name=names.dp, dp_cp_mesh_name=names.dp_cp),
         tp=get_optional_mesh(device_mesh, names.tp),
         cp=get_optional_mesh(device_mesh, CONTEXT_PARALLEL),
+        ep=ep,
+        experts=experts,
     )
     ranks = axes.fsdp.size() * axes.tp_size
     if ranks < device_mesh.size():
@@ -403,6 +320,34 @@ def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames) -> MeshAxes:
             " smaller mesh."
         )
     return axes
+
+
+def get_expert_meshes(
+    device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None
+) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the expert parallel mesh, and the mesh that each expert is sharded over; see :class:`MeshAxes`.
+
+    Args:
+        device_mesh: Mesh of all other parameters.
+        moe_mesh: Mesh of the experts, with the axis ``"ep"`` and, if each expert is sharded, ``"ep_shard"`` or
+            ``"efsdp"``; with ``"dp_replicate"``, experts are replicated over this axis. None for the view that
+            :func:`create_device_mesh` has made for ``ep_size``.
+
+    Raises:
+        ValueError: When ``moe_mesh`` has other axes or other ranks, or another number of expert parallel ranks than
+            ``device_mesh``.
+    """
+    own = get_optional_mesh(device_mesh, EXPERT_PARALLEL)
+    if moe_mesh is not None:
+        _check_moe_mesh(moe_mesh, device_mesh, 1 if own is None else own.size())
+    mesh = moe_mesh or device_mesh
+    ep = get_optional_mesh(mesh, EXPERT_PARALLEL)
+    if ep is None:
+        return None, None
+    known = {axis for view in get_views(mesh) for axis in view.mesh_dim_names or ()}
+    shard = next(name for name in (EFSDP, EP_SHARD) if name in known)
+    is_replicated = DP_REPLICATE in known and get_mesh(mesh, DP_REPLICATE).size() > 1
+    return ep, get_mesh(mesh, (DP_REPLICATE, shard) if is_replicated else shard)
 
 
 def get_device(device_mesh: DeviceMesh) -> torch.device:
@@ -418,19 +363,34 @@ def _get_optional_view(device_mesh: DeviceMesh, names: tuple[str, ...]) -> Devic
     return next(views, None)
 
 
-def _check_size(name: str, size: int | str | None) -> int:
-    if size is None:
-        return 1
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name}={size!r} is not a number of ranks; use an integer >= 1.")
-    return size
-
-
 def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -> None:
+    if config is not None and not isinstance(config, FSDP2Config) and sizes.ep > 1:
+        raise ValueError(
+            f"ep_size={sizes.ep}: {type(config).__name__} has no expert parallelism; use ep_size=1, or FSDP2Config."
+        )
     if isinstance(config, DDPConfig) and (sizes.tp, sizes.cp, sizes.dp_replicate) != (1, 1, 1):
         raise ValueError(
             f"tp_size={sizes.tp}, cp_size={sizes.cp}, dp_replicate_size={sizes.dp_replicate}: DDPConfig supports only"
             " data parallelism; leave these sizes at 1, or use FSDP2Config."
+        )
+
+
+def _check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh, ep_size: int) -> None:
+    names = moe_mesh.mesh_dim_names or ()
+    shard = [name for name in (EFSDP, EP_SHARD) if name in names]
+    if EXPERT_PARALLEL not in names or len(shard) != 1 or set(names) - {DP_REPLICATE, *shard, EXPERT_PARALLEL}:
+        raise ValueError(
+            f"moe_mesh={moe_mesh} has the axes {names}; it needs the axes {EXPERT_PARALLEL!r} and {EP_SHARD!r} (of any"
+            f" size), and may have {DP_REPLICATE!r}."
+        )
+    if set(moe_mesh.mesh.flatten().tolist()) != set(device_mesh.mesh.flatten().tolist()):
+        raise ValueError(
+            f"moe_mesh={moe_mesh} and device_mesh={device_mesh} have different ranks; build both of the same ranks."
+        )
+    if ep_size not in (1, moe_mesh[EXPERT_PARALLEL].size()):
+        raise ValueError(
+            f"moe_mesh={moe_mesh} has {moe_mesh[EXPERT_PARALLEL].size()} expert parallel ranks, but device_mesh was"
+            f" built with ep_size={ep_size}; leave one of them out."
         )
 
 
@@ -488,11 +448,3 @@ def _get_own_index() -> int:
 def _accelerator_type() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _next_multiple(number: int, factor: int) -> int:
-    return (number // factor + 1) * factor

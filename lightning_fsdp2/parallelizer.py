@@ -19,7 +19,7 @@ from lightning_fsdp2.config import (
     FSDP2Config,
     MegatronFSDPConfig,
 )
-from lightning_fsdp2.mesh import DATA_PARALLEL, DP_CP, TENSOR_PARALLEL, AxisNames
+from lightning_fsdp2.mesh import AxisNames
 from lightning_fsdp2.modules.structure import find_parts, find_structure
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, unshard_model
 from lightning_fsdp2.parallel.data.units import build_layer_units
@@ -31,6 +31,7 @@ from lightning_fsdp2.recipes.fsdp2 import parallelize_with_fsdp2, resolve_mp_pol
 from lightning_fsdp2.recipes.imports import import_class_from_path, import_classes_from_paths
 from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
 from lightning_fsdp2.recipes.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
+from lightning_fsdp2.sizes import DATA_PARALLEL, DP_CP, TENSOR_PARALLEL
 
 __all__ = [
     "HAVE_MEGATRON_FSDP",

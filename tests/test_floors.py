@@ -12,7 +12,7 @@ NAME = "lightning_fsdp2"
 PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
-    {"_moved", "_refusals", "labels", "compat", "config"},
+    {"_moved", "_refusals", "labels", "compat", "config", "sizes"},
     {"mesh", "_cli_types", "data", "schedulers"},
     {"modules", "ranks"},
     {"weights"},
@@ -30,6 +30,7 @@ FLOORS = (
 """Files and folders from the ground up; ``__init__`` is the door to all of them."""
 
 SIBLINGS = {
+    ("expert.apply", "tensor.parameters"): "experts are computed with this rank's parts of their parameters",
     ("layers.compile", "loss.cross_entropy"): "the loss is compiled where the layers are",
     ("layers.compile", "tensor.fusion"): "async tensor parallelism is a pass of inductor",
     ("layers.compile", "tensor.parameters"): "compiled layers find their parameters in the slots of tensor parallelism",

@@ -16,15 +16,8 @@ from helpers.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp2 import DDPConfig, FSDP2Config, MegatronFSDPConfig, create_device_mesh
-from lightning_fsdp2.mesh import (
-    MeshSizes,
-    ParallelSizes,
-    check_bound_device,
-    get_fsdp_mesh,
-    get_mesh,
-    get_shard_size,
-    get_views,
-)
+from lightning_fsdp2.mesh import check_bound_device, get_fsdp_mesh, get_mesh, get_shard_size, get_views
+from lightning_fsdp2.sizes import MeshSizes, ParallelSizes
 
 AXES = ("dp_replicate", "dp_shard", "context_parallel", "tensor_parallel")
 VIEWS = {
@@ -34,6 +27,7 @@ VIEWS = {
     ("data_parallel", "context_parallel", "tensor_parallel"),
     ("data_parallel", "cp_tp"),
 }
+EXPERT_VIEW = ("dp_replicate", "efsdp", "ep")
 THREE_AXES = ("data_parallel", "context_parallel", "tensor_parallel")
 
 
@@ -166,7 +160,14 @@ def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (None, {"ep_size": 2}, "ep_size=2: expert parallelism is not supported in this release; use ep_size=1."),
+        (None, {"ep_size": 3}, "ep_size=3 does not divide the 4 ranks of one model replica .dp_shard=4 x cp_size=1 x"),
+        (None, {"ep_size": 4, "dp_replicate_size": 2}, r"ep_size=4 does not divide the 2 ranks .*use one of \[1, 2\]"),
+        (DDPConfig(), {"ep_size": 2}, "ep_size=2: DDPConfig has no expert parallelism; use ep_size=1, or FSDP2Config."),
+        (
+            MegatronFSDPConfig(),
+            {"ep_size": 2},
+            "ep_size=2: MegatronFSDPConfig has no expert parallelism; use ep_size=1",
+        ),
         (FSDP2Config(), {"pp_size": 4}, "pp_size=4: pipeline parallelism is not supported in this .*; use pp_size=1."),
         (None, {"tp_size": 3}, "cp_size=1 x tp_size=3 = 3 does not divide the world size 4"),
         (
@@ -203,7 +204,13 @@ def test_every_view_has_all_ranks_by_the_sizes_of_its_axes() -> None:
     assert sizes.views.keys() == VIEWS
     assert {math.prod(view) for view in sizes.views.values()} == {2 * 3 * 5 * 7}
     assert sizes.views[AXES] == (2, 3, 5, 7)
-    assert sizes.axes.keys() == {name for names in VIEWS for name in names}
+
+
+def test_experts_have_a_view_of_their_own_if_several_ranks_share_them() -> None:
+    sizes = MeshSizes(dp_replicate=2, dp_shard=3, cp=5, tp=7, ep=21)
+    assert sizes.views.keys() == VIEWS | {EXPERT_VIEW}
+    assert sizes.views[EXPERT_VIEW] == (2, 5, 21)
+    assert sizes.axes.keys() == {name for names in sizes.views for name in names}
 
 
 def assert_sizes(mesh: DeviceMesh, sizes: tuple[int, ...]) -> None:

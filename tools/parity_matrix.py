@@ -4,8 +4,8 @@ The families are causal language models that have a tensor parallel plan, or mod
 measured at a time. Results are kept under ``.parity/`` until a file that can affect them changes
 (:mod:`helpers.reach`). So an interrupted run continues where it stopped.
 
-Usage: python tools/parity_matrix.py [--context | --megatron | --images] [--families a,b] [--layouts "tp2;cp2"]
-[--output docs/x.md]
+Usage: python tools/parity_matrix.py [--context | --megatron | --experts | --images | --expert-images]
+[--families a,b] [--layouts "tp2;cp2"] [--output docs/x.md]
 """
 
 import argparse
@@ -25,13 +25,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from helpers import family_parity, vision_families, vision_parity
-from helpers.families import NOT_BUILT, get_families
-from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, MEGATRON_LAYOUTS, get_optional_refusal, measure_parity
+from helpers.families import NOT_BUILT, get_families, get_mixture_families
+from helpers.family_parity import (
+    CONTEXT_LAYOUTS,
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    MEGATRON_LAYOUTS,
+    get_optional_refusal,
+    measure_parity,
+)
 from helpers.ledger import VERSIONS, Ledger, get_key, hold, run_jobs
 from helpers.ranks import RankError
 from helpers.reach import ROOT, find_reach
 from helpers.vision_parity import get_optional_vision_refusal, get_vision_families, measure_vision_parity
 from transformers.utils import logging
+
+from lightning_fsdp2.parallel.expert.checks import REFUSED
 
 FOLDER = ROOT / ".parity"
 FAILED = "**FAILED**"
@@ -77,6 +86,18 @@ ABOUT_IMAGES = [
     "without a plan are replicated over tensor parallel ranks, with a warning.",
 ]
 
+ABOUT_EXPERTS = [
+    "This page compares every family of transformers that packs its experts. It is made as the page on tensor",
+    "parallelism: a tiny random model of each family trains for",
+    *ABOUT_TEXT[2:7],
+    "",
+    "`ep2` means two expert parallel ranks, which are also data parallel ranks. With `efsdp2`, two ranks shard each",
+    "expert; `HSDP2` means two replicas, `dp2` two data parallel ranks, `tp2` two tensor parallel ranks, `cp2` two",
+    "context parallel ranks, and `sp` `sequence_parallel=True`. `accumulate 2` means two micro-batches per step,",
+    "synchronised once.",
+]
+REFUSED_EXPERTS = {family: f"refused, because {reason}." for family, reason in REFUSED.items()}
+
 TEXT = Matrix(
     title="Tensor and sequence parallel parity",
     about=ABOUT_TEXT,
@@ -89,6 +110,14 @@ TEXT = Matrix(
 )
 CONTEXT = replace(TEXT, title="Context parallel parity", layouts=list(CONTEXT_LAYOUTS))
 MEGATRON = replace(TEXT, title="Tensor parallel parity under Megatron-FSDP", layouts=list(MEGATRON_LAYOUTS))
+EXPERTS = replace(
+    TEXT,
+    title="Expert parallel parity",
+    about=ABOUT_EXPERTS,
+    layouts=list(EXPERT_LAYOUTS),
+    get_families=get_mixture_families,
+    not_built=REFUSED_EXPERTS,
+)
 IMAGES = Matrix(
     title="Parity of multimodal models with images",
     about=ABOUT_IMAGES,
@@ -99,6 +128,14 @@ IMAGES = Matrix(
     measure=measure_vision_parity,
     get_optional_refusal=get_optional_vision_refusal,
 )
+EXPERT_IMAGES = replace(
+    IMAGES,
+    title="Expert parallel parity of multimodal models with images",
+    layouts=list(vision_parity.EXPERT_LAYOUTS),
+    get_families=vision_parity.get_vision_mixtures,
+)
+_MATRICES = (TEXT, CONTEXT, MEGATRON, EXPERTS, IMAGES, EXPERT_IMAGES)
+LAYOUTS_OF_ALL = [layout for matrix in _MATRICES for layout in matrix.layouts]
 
 
 def main() -> int:
@@ -194,12 +231,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layouts",
         type=lambda text: text.split(";"),
-        help=f"of {', '.join([*LAYOUTS, *CONTEXT_LAYOUTS, *MEGATRON_LAYOUTS, *vision_parity.LAYOUTS])}; separated by ;",
+        help=f"of {', '.join(LAYOUTS_OF_ALL)}; separated by ;",
     )
     kinds = parser.add_mutually_exclusive_group()
     for name, matrix, text in (
         ("--context", CONTEXT, "the layouts of context parallelism"),
         ("--megatron", MEGATRON, "the layouts of tensor parallelism under Megatron-FSDP"),
+        ("--experts", EXPERTS, "the layouts of expert parallelism"),
+        ("--expert-images", EXPERT_IMAGES, "mixtures that see images, with images"),
         ("--images", IMAGES, "models that see images, with images"),
     ):
         kinds.add_argument(name, action="store_const", const=matrix, default=TEXT, dest="matrix", help=text)

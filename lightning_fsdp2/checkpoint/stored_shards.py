@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.torch import make_wrapper_subclass
-from lightning_fsdp2.mesh import TENSOR_PARALLEL
 from lightning_fsdp2.ranks.coordination import gather_objects
 from lightning_fsdp2.ranks.pieces import Piece, get_packed_placements, get_pieces, get_uneven_group, is_uneven
+from lightning_fsdp2.sizes import TENSOR_PARALLEL
 
 
 class PiecewiseTensor(Tensor):

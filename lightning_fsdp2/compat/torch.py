@@ -287,11 +287,24 @@ def reduce_scatter_tensor(tensor: Tensor, dim: int, group: dist.ProcessGroup) ->
     return _wait(scatter(tensor.contiguous(), "sum", dim, group))
 
 
-def all_to_all_tensor(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send the n-th part of ``tensor`` along dim 0 to rank n of ``group``, and concatenate the received parts."""
+def all_to_all_tensor(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> Tensor:
+    """Send the n-th part of ``tensor`` along dim 0 to rank n of ``group``, and concatenate the received parts.
+
+    Args:
+        tensor: Parts for all ranks of the group, one after the other.
+        group: Ranks that exchange parts.
+        received: Number of rows to receive from each rank. None if all parts have the same size.
+        sent: Number of rows to send to each rank. None if all parts have the same size.
+    """
     from torch.distributed import _functional_collectives as collectives
 
-    return _wait(collectives.all_to_all_single(tensor.contiguous(), None, None, group))
+    return _wait(collectives.all_to_all_single(tensor.contiguous(), received, sent, group))
 
 
 def _wait(tensor: Tensor) -> Tensor:

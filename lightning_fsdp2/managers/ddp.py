@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp2.compat.torch import replicate
 from lightning_fsdp2.config import DDPConfig
-from lightning_fsdp2.mesh import DATA_PARALLEL, get_mesh
+from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.parallel.data.ddp import reduce_in_float32
 from lightning_fsdp2.recipes.ddp import prepare_for_ddp
+from lightning_fsdp2.sizes import DATA_PARALLEL
 
 
 class DDPManager:

@@ -4,10 +4,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import FSDP2Config
-from lightning_fsdp2.mesh import EXPERT_PARALLEL, TENSOR_PARALLEL, get_optional_mesh
+from lightning_fsdp2.mesh import get_expert_meshes, get_optional_mesh
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
 from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_fsdp2, resolve_mp_policy
+from lightning_fsdp2.sizes import TENSOR_PARALLEL
 
 
 class FSDP2Manager:
@@ -17,11 +18,12 @@ class FSDP2Manager:
         config: Flags of FSDP2.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
             :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
-        moe_mesh: None, or a mesh whose axis ``"ep"`` has size 1, because this release has no expert parallelism.
-            Experts are sharded over ``device_mesh``, like all other parameters.
+        moe_mesh: Mesh of the experts, if it is not part of ``device_mesh``; see
+            :func:`~lightning_fsdp2.mesh.get_expert_meshes`. None for the ``ep_size`` of
+            :func:`~lightning_fsdp2.create_device_mesh`.
 
     Raises:
-        ValueError: When ``moe_mesh`` asks for expert parallelism.
+        ValueError: When ``moe_mesh`` does not fit ``device_mesh``.
 
     Attributes:
         mp_policy: Mixed-precision policy in effect: that of the config, or by default bfloat16 computation with float32
@@ -35,7 +37,7 @@ class FSDP2Manager:
 
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
         if moe_mesh is not None:
-            _check_moe_mesh(moe_mesh)
+            get_expert_meshes(device_mesh, moe_mesh)  # raises an error if the meshes do not fit each other
         self.moe_mesh = moe_mesh
         self.config = config
         self.device_mesh = device_mesh
@@ -51,7 +53,9 @@ class FSDP2Manager:
         Raises:
             ValueError: When the model cannot be sharded with the flags of the config, or is sharded already.
         """
-        return parallelize_with_fsdp2(model, self.device_mesh, self.config, materializes=materializes)
+        return parallelize_with_fsdp2(
+            model, self.device_mesh, self.config, moe_mesh=self.moe_mesh, materializes=materializes
+        )
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Compile the layers of a sharded model that is not compiled yet, if the config has ``enable_compile``.
@@ -69,13 +73,3 @@ class FSDP2Manager:
         tp_mesh = get_optional_mesh(self.device_mesh, TENSOR_PARALLEL)
         fusion = get_optional_fusion(tp_mesh, self.config)
         apply_compile(structure, tensor_parallel=tp_mesh is not None, fusion=fusion)
-
-
-def _check_moe_mesh(moe_mesh: DeviceMesh) -> None:
-    names = moe_mesh.mesh_dim_names or ()
-    ep_size = moe_mesh[EXPERT_PARALLEL].size() if EXPERT_PARALLEL in names else moe_mesh.size()
-    if ep_size > 1:
-        raise ValueError(
-            f"moe_mesh={moe_mesh} asks for ep_size={ep_size}: expert parallelism is not supported in this release; pass"
-            f" moe_mesh=None, or a mesh whose axis {EXPERT_PARALLEL!r} has size 1."
-        )

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
 from lightning_fsdp2.config import DistributedConfig, FSDP2Config, spell_alike
-from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.models import CausalLM
+from lightning_fsdp2.sizes import ParallelSizes
 
-_SIZES = {"dp_replicate": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size"}
+_SIZES = {"dp_replicate": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size", "ep": "ep_size"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class Knobs:
     dp_replicate: int
     tp: int
     cp: int
+    ep: int
     config: DistributedConfig
     """Config of the strategy, with the flags."""
 
@@ -60,6 +61,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
         dp_replicate=sizes.dp_replicate,
         tp=sizes.tp,
         cp=sizes.cp,
+        ep=sizes.ep,
         config=spell_alike(strategy.config),
         loss=module.loss if isinstance(module, CausalLM) else None,
         batch_size=get_batch_size(batch),

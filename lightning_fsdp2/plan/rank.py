@@ -10,13 +10,13 @@ from torch import nn
 
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.config import DDPConfig
-from lightning_fsdp2.mesh import DATA_PARALLEL, DP_REPLICATE, DP_SHARD, TENSOR_PARALLEL
 from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan, without_offloaded
 from lightning_fsdp2.plan.simulation.blocks import Summary, get_few, get_optional_repetition, shorten, summarize
 from lightning_fsdp2.plan.simulation.sharding import Description
 from lightning_fsdp2.plan.simulation.step import Simulation, describe_model, simulate
 from lightning_fsdp2.plan.timing.devices import Device
+from lightning_fsdp2.sizes import DATA_PARALLEL, DP_REPLICATE, DP_SHARD, TENSOR_PARALLEL
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fsdp2.plan.simulation.sharding import Description, ParameterDescription, UnitDescription
+from lightning_fsdp2.sizes import EFSDP, EXPERT_PARALLEL
 
 WIDTH = 100
 _ROOT = "(root)"
@@ -25,7 +26,7 @@ def write_tables(description: Description, file: TextIO) -> None:
     console = make_console(file)
     prefix = _get_common_prefix(description)
     units = [_remove_prefix(unit, prefix) for unit in description.units]
-    groups = [list(group) for _, group in itertools.groupby(units, _get_kind)]
+    groups = _group_alike(units)
     axes = _get_sharding_axes(description)
     console.print(_build_summary(description, prefix, has_units=bool(axes)), "")
     if axes:
@@ -79,13 +80,18 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
         **({"names": f"within {prefix[:-1]}"} if prefix else {}),
         "parameters": f"{format_count(totals['parameters'])}, {trained} trained",
         "strategy": f"{description.strategy} on {totals['ranks']} ranks",
-        "mesh": TIMES.join(f"{axis} {size}" for axis, size in description.mesh.items()),
+        "mesh": _describe_mesh(description.mesh),
+        **({"mesh of experts": _describe_mesh(description.expert_mesh)} if description.expert_mesh else {}),
         "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in description.precision.items()),
         "per rank": f"weights {weights}, gradients {gradients}, two states per weight (AdamW) {states}",
         **({"": f"the largest unit while it computes {gathered}"} if has_units else {}),
     }.items():
         table.add_row(Text(name, style="bold"), value)
     return table
+
+
+def _describe_mesh(mesh: dict[str, int]) -> str:
+    return TIMES.join(f"{axis} {size}" for axis, size in mesh.items())
 
 
 def _build_unit_table(groups: list[list[UnitDescription]]) -> Table:
@@ -120,10 +126,17 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
                 (f"{count}{TIMES}" if count > 1 else "") + format_bytes(parameter.shard_bytes),
                 TIMES.join(map(str, parameter.shape)),
                 parameter.dtype,
-                *(parameter.placements.get(axis, "whole") for axis in axes),
+                *(_get_placement(parameter, axis) for axis in axes),
                 *(["" if parameter.is_trained else "yes"] if shows_frozen else []),
             )
     return table
+
+
+def _get_placement(parameter: ParameterDescription, axis: str) -> str:
+    """Return the placement of a parameter on an axis, or a dash if the parameter is sharded over other axes instead."""
+    is_expert = EXPERT_PARALLEL in parameter.placements
+    missing = "-" if is_expert or axis in (EFSDP, EXPERT_PARALLEL) else "whole"
+    return parameter.placements.get(axis, missing)
 
 
 def build_table(name: str, *numbers: str) -> Table:
@@ -133,6 +146,20 @@ def build_table(name: str, *numbers: str) -> Table:
     for number in numbers:
         table.add_column(number, justify="right", no_wrap=True)
     return table
+
+
+def _group_alike(units: list[UnitDescription]) -> list[list[UnitDescription]]:
+    """Put consecutive units of the same kind into groups. Inner units stay with the unit that contains them."""
+    blocks: list[list[UnitDescription]] = []
+    for unit in units:
+        if unit.is_inner and blocks:
+            blocks[-1].append(unit)
+        else:
+            blocks.append([unit])
+    groups: list[list[UnitDescription]] = []
+    for _, alike in itertools.groupby(blocks, lambda block: [_get_kind(unit) for unit in block]):
+        groups += map(list, zip(*alike, strict=True))
+    return groups
 
 
 def _get_kind(unit: UnitDescription) -> object:
@@ -190,7 +217,8 @@ def _fold_numbers(numbers: Sequence[int]) -> str:
 
 def _describe_resharding(group: list[UnitDescription]) -> str:
     words = [_name_resharding(unit.reshard_after_forward) for unit in group]
-    others = [unit.modules[0].rpartition(".")[2] for unit, word in zip(group, words, strict=True) if word != words[0]]
+    numbers = [(_NUMBER.findall(unit.modules[0]) or [unit.modules[0]])[-1] for unit in group]
+    others = [number for number, word in zip(numbers, words, strict=True) if word != words[0]]
     return f"{words[0]}, {','.join(others)} {words[-1]}" if others else words[0]
 
 

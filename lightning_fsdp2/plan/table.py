@@ -76,7 +76,8 @@ def _describe_layout(knobs: Knobs) -> str:
     amount = knobs.config.activation_checkpointing
     sizes = {"replicas": knobs.dp_replicate, "shards": knobs.dp // knobs.dp_replicate, "cp": knobs.cp, "tp": knobs.tp}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([TIMES.join(parts) or "1 rank", f"{amount} AC" if amount else "no AC"])
+    experts = [f"ep {knobs.ep}"] if knobs.ep > 1 else []
+    return ", ".join([TIMES.join(parts) or "1 rank", *experts, f"{amount} AC" if amount else "no AC"])
 
 
 def _build_summary(plan: Plan) -> Table:

@@ -12,6 +12,7 @@ gather_for_ranks     shards -> equal, used differently     all-gather          r
 split                equal -> shards                       slice               all-gather
 reduce_scatter       summands -> shards                    reduce-scatter      all-gather
 sum_over_ranks       summands -> equal, used differently   all-reduce          all-reduce
+exchange             rows for each rank -> received rows   all-to-all          all-to-all
 ===================  ====================================  ==================  =====================
 
 :data:`KINDS` is the same table for :mod:`~lightning_fsdp2.parallel.tensor.verification`.
@@ -36,7 +37,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fsdp2.compat.torch import all_gather_tensor, all_reduce_tensor, reduce_scatter_tensor
+from lightning_fsdp2.compat.torch import (
+    all_gather_tensor,
+    all_reduce_tensor,
+    all_to_all_tensor,
+    reduce_scatter_tensor,
+)
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -98,6 +104,21 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     The size of ``dim``, along which the sum is cut, must be divisible by the number of ranks.
     """
     return _ReduceScatter.apply(tensor, dim % tensor.ndim, group)
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the first ``sent[0]`` rows to rank 0 of ``group``, the next ones to rank 1, and so on.
+
+    Args:
+        rows: Tensor [sum of ``sent``, ...].
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+        group: Ranks that exchange rows.
+
+    Returns:
+        Tensor [sum of ``received``, ...] with the rows of all ranks, in the order of the ranks.
+    """
+    return _Exchange.apply(rows, sent, received, group)
 
 
 def get_shard_range(size: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -199,6 +220,17 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather_tensor(gradient, ctx.dim, ctx.group), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return all_to_all_tensor(rows, group, received=received, sent=sent)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_to_all_tensor(gradient, ctx.group, received=ctx.sent, sent=ctx.received), None, None, None
+
+
 class Kind(Enum):
     """Kind of values that the ranks hold; the table at the top of this file uses the same words."""
 
@@ -215,6 +247,7 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
     _GatherForRanks: (Kind.OWN, Kind.OWN),
     _Split: (Kind.EQUAL, Kind.OWN),
     _ReduceScatter: (Kind.OWN, Kind.OWN),
+    _Exchange: (Kind.OWN, Kind.OWN),
     _Twin: (Kind.EITHER, Kind.OWN),  # EITHER, because one input is a shard and the other is the gathered tensor
 }
 """Kinds of the input and of the output of each autograd function."""

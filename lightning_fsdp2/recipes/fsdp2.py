@@ -17,6 +17,7 @@ from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
 from lightning_fsdp2.parallel.data.units import build_unit_plan
+from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.layers.compile import apply_compile
@@ -39,6 +40,7 @@ def parallelize_with_fsdp2(
     config: FSDP2Config,
     *,
     names: AxisNames = _DEFAULT_NAMES,
+    moe_mesh: DeviceMesh | None = None,
     materializes: bool = True,
 ) -> nn.Module:
     """Shard a model with FSDP2, and initialise or load its weights.
@@ -54,6 +56,8 @@ def parallelize_with_fsdp2(
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh with the axes in ``names``.
         config: Flags of FSDP2.
         names: Names of the mesh's axes.
+        moe_mesh: Mesh of the experts, if it is not part of ``device_mesh``; see
+            :func:`~lightning_fsdp2.mesh.get_expert_meshes`.
         materializes: Whether a model on the meta device gets its weights. False leaves its shards on the meta device,
             for inspection.
 
@@ -68,7 +72,7 @@ def parallelize_with_fsdp2(
     check_not_sharded(model)
     check_peft(model)
     structure = find_structure(model)
-    axes = get_mesh_axes(device_mesh, names)
+    axes = get_mesh_axes(device_mesh, names, moe_mesh)
     check_reshard_after_forward(config.reshard_after_forward, get_shard_size(axes.fsdp))
     policy = resolve_mp_policy(config.mp_policy)
     fusion = get_optional_fusion(axes.tp, config)
@@ -76,6 +80,8 @@ def parallelize_with_fsdp2(
     _warn_of_context_parallel_flags(axes.cp, config)
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
+    if axes.ep is not None:
+        apply_expert_parallel(structure, axes.ep, axes.tp)
     maybe_apply_tensor_parallel(structure, axes.tp, config)
     _apply_context_parallel(structure, axes, config)
     _apply_activation_checkpointing(structure, axes, config)
@@ -88,7 +94,7 @@ def parallelize_with_fsdp2(
         apply_autocast(structure, config.autocast_dtype, device.type, residual_dtype=residual_dtype)
         policy = replace(policy, cast_forward_inputs=False)
     offload_policy = get_optional_offload_policy(config, device)
-    plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp)
+    plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     if config.enable_fsdp2_prefetch:
         forward_depth, backward_depth = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_fsdp2.config import MegatronFSDPConfig
-from lightning_fsdp2.mesh import CONTEXT_PARALLEL, TENSOR_PARALLEL, get_device, get_optional_mesh
+from lightning_fsdp2.mesh import get_device, get_optional_mesh
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
@@ -25,6 +25,7 @@ from lightning_fsdp2.parallel.megatron.wrap import (
 )
 from lightning_fsdp2.recipes.fsdp2 import maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_unit_classes
+from lightning_fsdp2.sizes import CONTEXT_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.weights.adapters import check_peft
 from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained

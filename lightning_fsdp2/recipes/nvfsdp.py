@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_fsdp2.config import MegatronFSDPConfig
-from lightning_fsdp2.mesh import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.parallel.megatron.wrap import HAVE_MEGATRON_FSDP
 from lightning_fsdp2.parallel.tensor.plans import PlanOption
 from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
+from lightning_fsdp2.sizes import CONTEXT_PARALLEL, DATA_PARALLEL, TENSOR_PARALLEL
 
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP
 """Earlier name of ``HAVE_MEGATRON_FSDP``."""

@@ -20,9 +20,9 @@ from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.compat.lightning import DDPForwardRedirection
 from lightning_fsdp2.config import CheckpointConfig, DDPConfig
 from lightning_fsdp2.managers.ddp import DDPManager
-from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.parallel.data.ddp import Replica
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
+from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import check_arguments
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parts.step_region import OUTSIDE_CALL_TIMEOUT

@@ -19,11 +19,11 @@ from lightning_fsdp2.compat.fsdp import initialize_root
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
-from lightning_fsdp2.mesh import ParallelSizes
 from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
+from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import check_arguments
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import get_differences, tell_branches_apart
@@ -47,6 +47,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
         tp_size: Number of tensor parallel ranks. They read the same batch, and each holds a part of every layer.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
+        ep_size: Number of expert parallel ranks. Each holds a part of the experts of every layer, and tokens travel
+            between them. These are no further ranks: ``ep_size`` divides the ranks of one model replica.
         config: The flags of FSDP2.
         checkpoint: Options for writing and reading checkpoints.
         timeout: Timeout of collectives, after which a hang becomes an error. This timeout applies while a run starts,
@@ -75,6 +77,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         dp_replicate_size: int | Literal["auto"] = 1,
         tp_size: int = 1,
         cp_size: int = 1,
+        ep_size: int = 1,
         config: FSDP2Config | None = None,
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -84,7 +87,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         check_arguments(type(self).__name__, FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
         config = config or FSDP2Config()
-        sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
+        sizes = ParallelSizes(
+            dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size, ep_size=ep_size
+        )
         super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
         self._patches = ExitStack()
 

@@ -27,13 +27,11 @@ from lightning_fsdp2.compat.lightning import (
     set_device_mesh,
 )
 from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
-from lightning_fsdp2.mesh import (
-    ParallelSizes,
-)
 from lightning_fsdp2.parallel.data.branches import check_end
 from lightning_fsdp2.parallel.data.fully_shard import reshard
 from lightning_fsdp2.parallel.loss.token_mean import TokenMean
 from lightning_fsdp2.ranks.random_state import share_random_state
+from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 from lightning_fsdp2.strategies.launch.agreement import check_same_run
 from lightning_fsdp2.strategies.launch.environment import check_variables

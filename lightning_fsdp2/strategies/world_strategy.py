@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_fsdp2.config import DistributedConfig
-from lightning_fsdp2.mesh import (
+from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.sizes import (
     CONTEXT_PARALLEL,
     DATA_PARALLEL,
     DP_REPLICATE,
     TENSOR_PARALLEL,
     MeshSizes,
     ParallelSizes,
-    get_mesh,
 )
 from lightning_fsdp2.strategies.launch.environment import get_number_of_nodes, make_launcher
 from lightning_fsdp2.strategies.launch.launcher import is_of_launcher
@@ -89,6 +89,11 @@ class WorldStrategy(ParallelStrategy):
     def cp_size(self) -> int:
         """Number of context parallel ranks."""
         return self.asked_sizes.cp_size or 1
+
+    @property
+    def ep_size(self) -> int:
+        """Number of expert parallel ranks."""
+        return self.asked_sizes.ep_size or 1
 
     @property
     def data_parallel_rank(self) -> int:

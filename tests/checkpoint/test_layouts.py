@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.layouts import LAYOUTS, SAVED_AT, Run, State, load_weights, train
+from helpers.layouts import LAYOUTS, MIXTURE_LAYOUTS, SAVED_AT, Run, State, load_weights, train
 from helpers.ranks import run_ranks
 from torch import Tensor
 
@@ -13,7 +13,6 @@ import lightning_fsdp2
 
 SAMPLE = [
     ("theirs", "dp2-tp2-sp"),
-    ("cp2", "dp2"),
     ("ddp2", "megatron-dp2-tp2"),
     ("megatron-dp2-tp2", "dp3"),
 ]
@@ -28,6 +27,13 @@ writes for almost a third of all, itself among them, and reads what as many, of 
 NAMES = list(LAYOUTS)
 CELLS = [(NAMES[i], NAMES[(i + apart) % len(NAMES)]) for i in range(len(NAMES)) for apart in READERS_APART]
 
+MIXTURE_SAMPLE = [("ep2-efsdp2", "mixture-dp2")]
+MIXTURE_CELLS = [
+    *MIXTURE_SAMPLE,
+    *((writer, reader) for writer in MIXTURE_LAYOUTS for reader in MIXTURE_LAYOUTS if "ep" in writer or "ep" in reader),
+]
+"""Every pair with expert parallelism on at least one side."""
+
 Write = Callable[[str, bool], tuple[Path, list[Run]]]
 
 
@@ -40,7 +46,8 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
         key = name, optimize_unused
         if key not in runs:
             path = tmp_path_factory.mktemp(name) / "step.ckpt"
-            runs[key] = path, LAYOUTS[name].run(lambda: train(name, seed=0, optimize_unused=optimize_unused, save=path))
+            layout = (LAYOUTS | MIXTURE_LAYOUTS)[name]
+            runs[key] = path, layout.run(lambda: train(name, seed=0, optimize_unused=optimize_unused, save=path))
         return runs[key]
 
     return write
@@ -57,12 +64,30 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
 def test_training_goes_on_from_the_checkpoint_of_any_layout(
     writer: str, reader: str, write: Write, tmp_path: Path
 ) -> None:
+    check_continuation(writer, reader, write, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        pytest.param(*cell, id="-to-".join(cell), marks=() if cell in MIXTURE_SAMPLE else pytest.mark.slow)
+        for cell in dict.fromkeys(MIXTURE_CELLS)
+    ],
+)
+def test_a_mixture_goes_on_with_its_experts_on_other_ranks(
+    writer: str, reader: str, write: Write, tmp_path: Path
+) -> None:
+    check_continuation(writer, reader, write, tmp_path)
+
+
+def check_continuation(writer: str, reader: str, write: Write, tmp_path: Path) -> None:
+    layouts = LAYOUTS | MIXTURE_LAYOUTS
     # of "theirs" only what it reads: others write states of that parameter, or none
-    optimize_unused = LAYOUTS[reader].optimizes_unused and (writer == "theirs" or LAYOUTS[writer].optimizes_unused)
+    optimize_unused = layouts[reader].optimizes_unused and (writer == "theirs" or layouts[writer].optimizes_unused)
     path, expected = write(writer, optimize_unused)
-    if reader == "plain" and path.is_dir():
+    if reader.endswith("plain") and path.is_dir():
         path = consolidate(path, tmp_path)
-    actual = LAYOUTS[reader].run(lambda: train(reader, seed=1, optimize_unused=optimize_unused, resume=path))
+    actual = layouts[reader].run(lambda: train(reader, seed=1, optimize_unused=optimize_unused, resume=path))
     for rank in actual:
         assert_same_state(rank.states["start"], expected[0].states["saved"])
         assert_same_tensors(rank.states["end"].weights, actual[0].states["end"].weights)  # of replicas too

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightning_fsdp2.modules.experts import find_experts
+
 _SHARED: dict[str, Any] = {
     "vocab_size": 101,  # odd, so that a vocabulary does not split evenly
     "max_position_embeddings": 64,
@@ -415,6 +417,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
 }
 
+MIXTURES_WITHOUT_PLAN: dict[str, dict[str, Any]] = {
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": ["hybrid", "hybrid_sliding"]},
+}
+"""Mixtures of experts that have no tensor parallel plan."""
+
 NOT_BUILT: dict[str, str] = {
     "gemma3n": "Its vision tower needs timm and PIL, which are not installed; gemma3n_text is the rest of it.",
     "gemma4_assistant": "It reads embeddings, keys and values of another model, and returns no loss.",
@@ -428,9 +435,21 @@ def get_families() -> list[str]:
     return [model_type for model_type in FAMILIES if model_type in CONFIG_MAPPING]
 
 
+def get_mixture_families() -> list[str]:
+    """Those whose experts expert parallelism finds."""
+    families = [model_type for model_type in FAMILIES | MIXTURES_WITHOUT_PLAN if model_type in CONFIG_MAPPING]
+    return sorted(filter(_has_packed_experts, families))
+
+
+def _has_packed_experts(model_type: str) -> bool:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_family_config(model_type))
+    return bool(find_experts(model.modules()))
+
+
 def make_family_config(model_type: str) -> PretrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
-    given = _add_shared(config_class, FAMILIES[model_type])
+    given = _add_shared(config_class, (FAMILIES | MIXTURES_WITHOUT_PLAN)[model_type])
     if "text_config" in given:
         text = given["text_config"]
         text_class = (

@@ -24,6 +24,7 @@ from lightning_fsdp2 import (
     create_device_mesh,
     defer_grad_sync,
 )
+from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.parallel.tensor.families import FAMILIES
 from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
@@ -49,6 +50,8 @@ class Layout:
     sequence_parallel: bool = False
     accumulate: int = 1
     is_megatron: bool = False
+    ep: int = 1
+    replicate: int = 1
 
 
 LAYOUTS = {
@@ -76,6 +79,16 @@ CONTEXT_LAYOUTS = {
 }
 
 
+EXPERT_LAYOUTS = {
+    "ep2": Layout(dp=2, tp=1, ep=2),
+    "ep2 x efsdp2": Layout(dp=4, tp=1, ep=2),
+    "HSDP2 x ep2": Layout(dp=4, tp=1, ep=2, replicate=2),
+    "ep4": Layout(dp=4, tp=1, ep=4),
+    "dp2 x tp2 with ep4+sp, accumulate 2": Layout(dp=2, ep=4, sequence_parallel=True, accumulate=2),
+    "cp2 with ep2": Layout(tp=1, cp=2, ep=2),
+}
+
+
 def measure_parity(family: str, layout: str) -> float:
     """Train ``family`` on a mesh and alone, and compare within the tolerances of DESIGN §5.
 
@@ -83,7 +96,7 @@ def measure_parity(family: str, layout: str) -> float:
         The largest difference of a gradient in the first step, relative to its parameter's largest gradient (for
         parameters whose gradients are all small: to 1 % of the model's largest one).
     """
-    shape = {**LAYOUTS, **CONTEXT_LAYOUTS, **MEGATRON_LAYOUTS}[layout]
+    shape = {**LAYOUTS, **CONTEXT_LAYOUTS, **MEGATRON_LAYOUTS, **EXPERT_LAYOUTS}[layout]
     kind = STRATEGIES["megatron_fsdp" if shape.is_megatron else "fsdp2"]
     return kind.run(_measure, shape.dp * shape.cp * shape.tp, family, shape)[0]
 
@@ -192,9 +205,10 @@ def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
         sequence_parallel=layout.sequence_parallel,
         context_parallel_method=layout.method,
     )
-    mesh = create_device_mesh(config, tp_size=layout.tp, cp_size=layout.cp)
+    sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "ep_size": layout.ep, "dp_replicate_size": layout.replicate}
+    mesh = create_device_mesh(config, **sizes)
     model = FSDP2Manager(config, mesh).parallelize(model)
-    return model, _make_optimizer(model, layout), mesh["dp_shard"].get_local_rank()
+    return model, _make_optimizer(model, layout), get_mesh(mesh, "data_parallel").get_local_rank()
 
 
 def _assert_same_on_all_ranks(weights: dict[str, Tensor]) -> None:

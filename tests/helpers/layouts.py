@@ -3,10 +3,10 @@
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -41,11 +41,13 @@ class Model(pl.LightningModule):
         optimize_unused: Whether the optimizer gets the parameter that no loss uses, and for which it has no state.
     """
 
+    config: ClassVar[dict[str, Any]] = LLAMA
+
     def __init__(self, seed: int, *, optimize_unused: bool = True) -> None:
         super().__init__()
         self.optimize_unused = optimize_unused
         torch.manual_seed(seed)
-        self.model: Any = make_causal_lm({**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True})
+        self.model: Any = make_causal_lm({**self.config, "num_hidden_layers": 2, "tie_word_embeddings": True})
         self.model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
         self.unused = nn.Linear(4, 4)
         self.register_buffer("running_mean", torch.zeros(()))
@@ -74,6 +76,19 @@ class Model(pl.LightningModule):
         optimizer = torch.optim.AdamW([matrices, {**vectors, "lr": LEARNING_RATE / 2}], lr=LEARNING_RATE, eps=EPSILON)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=STEPS)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Mixture(Model):
+    """The same with a mixture of experts, whose weights files hold one by one and the model packed."""
+
+    config: ClassVar[dict[str, Any]] = {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
 
 
 class ShardedModel(Model):
@@ -148,6 +163,29 @@ LAYOUTS = {
 """``plain`` is one process without a strategy, and a single file; ``theirs`` Lightning's own directory."""
 
 
+def _mixture(layout: Layout) -> Layout:
+    return replace(layout, make_module=Mixture)
+
+
+MIXTURE_LAYOUTS = {
+    "mixture-plain": _mixture(LAYOUTS["plain"]),
+    "mixture-dp2": _mixture(LAYOUTS["dp2"]),
+    "mixture-dp2-tp2-sp": _mixture(LAYOUTS["dp2-tp2-sp"]),
+    "mixture-hsdp2x2": _mixture(LAYOUTS["hsdp2x2"]),
+    "mixture-ddp2": _mixture(LAYOUTS["ddp2"]),
+    "mixture-megatron-dp2-tp2": _mixture(LAYOUTS["megatron-dp2-tp2"]),
+    "ep2": _mixture(_fsdp2(2, ep_size=2)),
+    "ep4": _mixture(_fsdp2(4, ep_size=4)),
+    "ep2-efsdp2": _mixture(_fsdp2(4, ep_size=2)),
+    "hsdp2-ep2": _mixture(_fsdp2(4, ep_size=2, dp_replicate_size=2)),
+    "cp2-ep2": _mixture(_fsdp2(2, ep_size=2, cp_size=2)),
+    "dp2-tp2-ep4-sp": _mixture(_fsdp2(4, ep_size=4, tp_size=2, sequence_parallel=True)),
+}
+"""Layouts of a mixture of experts, with and without expert parallelism."""
+
+_ALL_LAYOUTS = LAYOUTS | MIXTURE_LAYOUTS
+
+
 @dataclass
 class State:
     """What a checkpoint must bring back; all tensors whole."""
@@ -218,11 +256,12 @@ def _without_names(group: dict[str, Any]) -> dict[str, Any]:
 def train(name: str, *, seed: int, optimize_unused: bool, save: Path | None = None, resume: Path | None = None) -> Run:
     """Train to the end, from ``seed`` or from the checkpoint ``resume`` on; every rank of the layout must call it."""
     run = Run()
-    module = LAYOUTS[name].make_module(seed, optimize_unused=optimize_unused)
+    layout = _ALL_LAYOUTS[name]
+    module = layout.make_module(seed, optimize_unused=optimize_unused)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The checkpoint holds the random states")  # of another number of ranks
         warnings.filterwarnings("ignore", r"The loss does not use .*unused\.bias, unused\.weight")
-        trainer = make_trainer(LAYOUTS[name].make_strategy(), max_steps=STEPS, callbacks=[Observer(run, save)])
+        trainer = make_trainer(layout.make_strategy(), max_steps=STEPS, callbacks=[Observer(run, save)])
         trainer.fit(module, ckpt_path=resume)
     return run
 

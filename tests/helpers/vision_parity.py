@@ -22,6 +22,7 @@ from helpers.vision import (
 )
 from helpers.vision_families import FAMILIES
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
+from lightning_fsdp2.modules.experts import find_experts
 from lightning_fsdp2.parallel.tensor.families import FAMILIES as WITH_PLANS
 from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
@@ -29,6 +30,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tp_size": 2},
     "tp2+sp": {"tp_size": 2, "config": {"sequence_parallel": True}},
+}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"ep_size": 2},
+    "tp2 with ep2+sp": {"tp_size": 2, "ep_size": 2, "config": {"sequence_parallel": True}},
 }
 STEPS = 2
 """Micro-batches of each data parallel rank."""
@@ -60,6 +65,11 @@ TOWER = re.compile("vis|image|tower|projector")
 def get_vision_families() -> list[str]:
     """Return those that the installed transformers knows, in the order of their names."""
     return sorted(name for name in FAMILIES if get_family(name) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def get_vision_mixtures() -> list[str]:
+    """Return those of :func:`get_vision_families` whose experts expert parallelism finds."""
+    return [name for name in get_vision_families() if find_experts(make_vision_model(name).modules())]
 
 
 def measure_vision_parity(name: str, layout: str) -> float:
@@ -113,15 +123,16 @@ def _train_alone(name: str) -> dict[str, Tensor]:
 
 
 def _train_on_mesh(name: str, layout: str) -> dict[str, Tensor]:
-    options = LAYOUTS[layout]
+    options = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    tp_size = options.get("tp_size", 1)
     config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **options.get("config", {}))
-    mesh = create_device_mesh(tp_size=options.get("tp_size", 1), device_type="cpu")
+    mesh = create_device_mesh(tp_size=tp_size, ep_size=options.get("ep_size", 1), device_type="cpu")
     model = FSDP2Manager(config, mesh).parallelize(make_vision_model(name))
     parameters: list[Any] = [parameter for key, parameter in model.named_parameters() if LAYER.search(key)]
     placements = [parameter.placements for parameter in parameters if isinstance(parameter, DTensor)]
     is_sharded = any(len(placement) > 1 and not placement[-1].is_replicate() for placement in placements)
-    assert layout == "dp2" or is_sharded, "the plan shards nothing in the layers"
-    own = slice(dist.get_rank(), None, 2) if layout == "dp2" else slice(None)
+    assert tp_size == 1 or is_sharded, "the plan shards nothing in the layers"
+    own = slice(dist.get_rank(), None, 2) if tp_size == 1 else slice(None)
     return _accumulate(name, model, own)
 
 

@@ -29,7 +29,8 @@ from lightning_fsdp2 import (
     create_device_mesh,
     defer_grad_sync,
 )
-from lightning_fsdp2.mesh import DP_REPLICATE, get_mesh
+from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.sizes import DP_REPLICATE
 
 ACCUMULATE, STEPS = 3, 4
 

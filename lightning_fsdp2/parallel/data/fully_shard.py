@@ -71,11 +71,11 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
         backward_depth: Number of units gathered ahead in backward; 0 means torch's own prefetch of one unit.
     """
     for chain in plan.chains:
-        modules: list[Any] = [unit.modules[0] for unit in chain]
-        needs_no_weights = {unit.modules[0] for unit in chain if not unit.unshard_in_backward}
-        for index, module in enumerate(modules):
-            ahead = modules[index + 1 : index + 1 + forward_depth]
-            behind = [m for m in modules[max(0, index - backward_depth) : index][::-1] if m not in needs_no_weights]
+        for index, unit in enumerate(chain):
+            module: Any = unit.modules[0]
+            ahead = [m for later in chain[index + 1 : index + 1 + forward_depth] for m in later.gathered_modules]
+            earlier = [u for u in chain[max(0, index - backward_depth) : index][::-1] if u.unshard_in_backward]
+            behind = [m for unit in earlier for m in unit.gathered_modules]
             if ahead:
                 module.set_modules_to_forward_prefetch(ahead)
             if backward_depth > 0:
@@ -221,9 +221,12 @@ def _shard_unit(
         mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     elif not unit.casts_output:
         mp_policy = replace(mp_policy, output_dtype=None)
+    if unit.is_experts:  # the layer has cast the hidden states; the routing weights keep the dtype of the router
+        mp_policy = replace(mp_policy, cast_forward_inputs=False)
     mesh = unit.mesh
     if mesh is None:
         raise ValueError("A unit has no mesh to shard its weights over; give one to `build_unit_plan`.")
+    get_placement = _get_expert_placement if unit.is_experts else _get_placement
     attributes = _get_parameter_attributes(unit.modules)
     fully_shard(
         unit.modules if len(unit.modules) > 1 else unit.modules[0],
@@ -232,7 +235,7 @@ def _shard_unit(
         mp_policy=mp_policy,
         offload_policy=offload_policy or OffloadPolicy(),
         ignored_params=ignored_params,
-        shard_placement_fn=partial(_get_placement, ranks=get_shard_size(mesh)),
+        shard_placement_fn=partial(get_placement, ranks=get_shard_size(mesh)),
     )
     for module in unit.modules:
         _keep_class_name(module)
@@ -240,6 +243,17 @@ def _shard_unit(
         module._parameters[name].__dict__.update(values)
     if not unit.unshard_in_backward:
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
+    if unit.gradient_divisor is not None:
+        _set_gradient_divisor(cast(FSDPModule, unit.modules[0]), unit.gradient_divisor, get_shard_size(mesh))
+
+
+def _set_gradient_divisor(module: FSDPModule, divisor: int, ranks: int) -> None:
+    """Divide the sum of the ranks' gradients by ``divisor``, which need not be the number of ranks."""
+    module.set_gradient_divide_factor(float(divisor))
+    if ranks > 1:
+        # Sum first and divide afterwards. Gloo has no reduction that scales, and NCCL's is wrong in bfloat16 up to
+        # torch 2.13 (pytorch#190747). With one rank, there is no reduction, and torch would divide twice.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _keep_class_name(module: nn.Module) -> None:
@@ -264,6 +278,19 @@ def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
             " of ranks that divides it, or more replicas (dp_replicate_size)."
         )
     return Shard(1)
+
+
+def _get_expert_placement(parameter: nn.Parameter, *, ranks: int) -> Shard:
+    """Return the first dim of this rank's experts that ``ranks`` divides. Dim 0 is the number of experts."""
+    sizes = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    dim = next((dim for dim, size in enumerate(sizes) if size % ranks == 0), None)
+    if dim is None:
+        raise ValueError(
+            f"The experts' weight of shape {tuple(parameter.shape)} cannot be sharded: each expert parallel rank holds"
+            f" {tuple(sizes)} of it, and the {ranks} ranks with the same experts divide none of these sizes. Use"
+            " another ep_size, or more replicas (dp_replicate_size)."
+        )
+    return Shard(dim)
 
 
 def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:

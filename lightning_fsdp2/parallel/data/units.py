@@ -6,13 +6,15 @@ communicated in one all-gather, and its gradients in one reduce-scatter.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.torch import has_gradient_hooks
+from lightning_fsdp2.mesh import get_shard_size
+from lightning_fsdp2.modules.experts import get_optional_expert_mesh, get_shared_modules
 from lightning_fsdp2.modules.structure import (
     ModelParts,
     ModelStructure,
@@ -53,6 +55,23 @@ class Unit:
     unshard_in_backward: bool = True
     """Whether backward gathers the weights. False for an untied embedding, whose gradient does not need them."""
 
+    gradient_divisor: int | None = None
+    """Number by which the sum of the ranks' gradients is divided. None for the number of ranks of the mesh, which gives
+    their mean. Experts under expert parallelism need another one, since their mesh does not have all data ranks."""
+
+    inner: list["Unit"] = field(default_factory=list)
+    """Units of the experts inside this unit's modules, and of what they share, if they have expert parallelism."""
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether this is a unit of experts under expert parallelism."""
+        return self.gradient_divisor is not None
+
+    @property
+    def gathered_modules(self) -> list[nn.Module]:
+        """The modules to gather before this unit runs: its first module stands for all of its modules."""
+        return [unit.modules[0] for unit in (self, *self.inner)]
+
 
 @dataclass(kw_only=True)
 class UnitPlan:
@@ -63,7 +82,11 @@ class UnitPlan:
 
 
 def build_unit_plan(
-    structure: ModelStructure, reshard_after_forward: bool | int | None = None, *, mesh: DeviceMesh | None = None
+    structure: ModelStructure,
+    reshard_after_forward: bool | int | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> UnitPlan:
     """Decide on the units of a model without changing it.
 
@@ -72,9 +95,11 @@ def build_unit_plan(
         reshard_after_forward: None keeps the last block of each list and the head gathered; True reshards them too;
             False keeps every block gathered; an int reshards blocks to that many ranks.
         mesh: Mesh of every unit; see :attr:`Unit.mesh`.
+        expert_mesh: Mesh of the units of experts instead, if the model has expert parallelism.
 
     Raises:
-        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle.
+        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle; or if
+            the ranks of ``expert_mesh`` do not divide a dim of an expert's weight.
     """
     model, layer_lists = structure.root, structure.layer_lists
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
@@ -99,6 +124,8 @@ def build_unit_plan(
     units.extend(_build_child_units(structure, taken, owners, reshard_after_forward))
     units.append(_build_root_unit(model))
     units = _set_mesh(_split_by_dtype(model, units), mesh)
+    if mesh is not None and expert_mesh is not None:
+        units = _add_expert_units(units, mesh, expert_mesh)
     return UnitPlan(units=units, chains=[chain for chain in chains if len(chain) > 1])
 
 
@@ -117,6 +144,33 @@ def _set_mesh(units: list[Unit], mesh: DeviceMesh | None) -> list[Unit]:
     for unit in units:
         unit.mesh = mesh
     return units
+
+
+def _add_expert_units(units: list[Unit], mesh: DeviceMesh, expert_mesh: DeviceMesh) -> list[Unit]:
+    """Put units for the experts inside a unit, and for what all of them share, before the unit.
+
+    What experts share, such as a norm, is sharded over ``mesh``: each rank applies it to the tokens of its own experts,
+    and the sum over all ranks is its gradient.
+    """
+    ranks = get_shard_size(expert_mesh)
+    result: list[Unit] = []
+    for unit in units:
+        reshard = unit.reshard_after_forward
+        if ranks % int(reshard or 1):  # a number of ranks that divides the ranks of `mesh`, but not those of experts
+            reshard = True
+        taken = {module for other in result for module in other.modules}
+        inside = [module for top in unit.modules for module in get_modules(top) if module not in taken]
+        experts = [module for module in inside if get_optional_expert_mesh(module) is not None]
+        shared = [module for module in get_shared_modules(experts) if _owns_parameters_directly(module)]
+        unit.inner = [
+            *(Unit(modules=[module], mesh=mesh, reshard_after_forward=unit.reshard_after_forward) for module in shared),
+            *(
+                Unit(modules=[module], mesh=expert_mesh, reshard_after_forward=reshard, gradient_divisor=mesh.size())
+                for module in experts
+            ),
+        ]
+        result += [*unit.inner, unit]
+    return result
 
 
 def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | int | None) -> list[Unit]:
@@ -241,9 +295,12 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of the less common dtypes their own units: torch allows only one trainable dtype per unit."""
+    """Give modules of the less common dtypes their own units: torch allows only one trainable dtype per unit.
+
+    Experts under expert parallelism are left out, because they have their own units in any case.
+    """
     names = get_parameter_names(model)
-    claimed: set[nn.Module] = set()
+    claimed = {module for module in get_modules(model) if get_optional_expert_mesh(module) is not None}
     result: list[Unit] = []
     for unit in units:
         modules = [module for top in unit.modules for module in get_modules(top) if module not in claimed]

@@ -25,12 +25,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fsdp2.compat.torch import is_view
 from lightning_fsdp2.config import MegatronFSDPConfig
-from lightning_fsdp2.mesh import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_mesh
+from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.parallel.tensor.parameters import get_layout
 from lightning_fsdp2.ranks.coordination import gather_objects
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_uneven_group
 from lightning_fsdp2.ranks.whole_tensors import get_first_row, make_dtensor
+from lightning_fsdp2.sizes import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL
 
 
 @dataclass(frozen=True)

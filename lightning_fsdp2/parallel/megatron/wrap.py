@@ -23,16 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_fsdp2.compat.megatron import keeps_buffers
 from lightning_fsdp2.compat.torch import split_evenly
 from lightning_fsdp2.config import MegatronFSDPConfig
-from lightning_fsdp2.mesh import (
-    DP_CP,
-    DP_REPLICATE,
-    DP_SHARD_CP,
-    TENSOR_PARALLEL,
-    get_extra_group,
-    get_fsdp_mesh,
-    get_mesh,
-    get_optional_mesh,
-)
+from lightning_fsdp2.mesh import get_extra_group, get_fsdp_mesh, get_mesh, get_optional_mesh
 from lightning_fsdp2.modules.structure import ModelStructure, get_class_name, get_modules, without_metrics
 from lightning_fsdp2.parallel.megatron.driver import Driver
 from lightning_fsdp2.parallel.megatron.tensor_parallel import (
@@ -45,6 +36,7 @@ from lightning_fsdp2.parallel.megatron.tensor_parallel import (
 from lightning_fsdp2.ranks.failures import fail_together
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_packed_placements
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, make_dtensor
+from lightning_fsdp2.sizes import DP_CP, DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL
 
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
 

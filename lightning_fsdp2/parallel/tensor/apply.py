@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from lightning_fsdp2.modules.experts import get_shared_modules
 from lightning_fsdp2.modules.structure import (
     ModelParts,
     ModelStructure,
@@ -86,6 +87,7 @@ def apply_tensor_parallel(
     ]
     check_plans(models, mesh.size(), sequence_parallel=sequence_parallel)
     layouts = dict.fromkeys(get_slots(structure.modules), Layout())
+    layouts |= dict.fromkeys(get_slots(get_shared_modules(structure.modules)), Layout(is_partial=True))
     for model in models:
         layouts |= model.get_layouts(mesh.size())
     agree_on_tied(models, layouts)
@@ -108,8 +110,7 @@ def apply_tensor_parallel(
     others = [module for module in structure.modules if module not in inside]
     warn_of_replicated(root, layouts)
     shard_parameters(layouts, mesh)
-    for layer in layers:
-        compute_with_local_parameters(layer, layouts, mesh)
+    _compute_layers_with_local_parameters(structure, layers, layouts, mesh)
     read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}
     for module in others:
         # torch's attention reads the weights of its output projection without calling the projection
@@ -117,6 +118,21 @@ def apply_tensor_parallel(
         methods = get_entrances(module)
         compute_with_local_parameters(module, layouts, mesh, modules=held, methods=methods)
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
+
+
+def _compute_layers_with_local_parameters(
+    structure: ModelStructure, layers: list[nn.Module], layouts: dict[Slot, Layout], mesh: DeviceMesh
+) -> None:
+    """Make layers compute with this rank's parts of their parameters.
+
+    What the experts of a layer share is wrapped separately, because FSDP2 gathers it only after the layer has begun.
+    """
+    shared = get_shared_modules(structure.modules)
+    for layer in layers:
+        own = [module for module in layer.modules() if module not in shared]
+        compute_with_local_parameters(layer, layouts, mesh, modules=own)
+    for module in shared:
+        compute_with_local_parameters(module, layouts, mesh, modules=[module])
 
 
 def _iterate_readable(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from lightning_fsdp2.modules.experts import get_optional_expert_mesh
 from lightning_fsdp2.modules.structure import get_called_children, get_parameter_owners
 from lightning_fsdp2.parallel.tensor.matching import MatchedModel
 from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
@@ -177,7 +178,8 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
     With replicated parameters, every rank would compute the whole result, and the sum would be too large.
     """
     for name, entry in model.entries.items():
-        if isinstance(entry.style, SummedResult) and entry.parameter is None:
+        has_own_tokens = get_optional_expert_mesh(entry.module) is not None  # each rank computes a part of the tokens
+        if isinstance(entry.style, SummedResult) and entry.parameter is None and not has_own_tokens:
             slots = get_slots(entry.module.modules())
             if all(isinstance(layouts[slot].placement, Replicate) for slot in slots):
                 raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_fsdp2.modules.experts import get_optional_expert_mesh
 from lightning_fsdp2.modules.structure import ModelParts
 from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tensor.styles import (
@@ -15,6 +16,7 @@ from lightning_fsdp2.parallel.tensor.styles import (
     FeatureEmbedding,
     RowWise,
     Style,
+    SummedResult,
     VocabularyEmbedding,
 )
 
@@ -143,7 +145,20 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
                     result.entries[name + suffix] = Entry(module=module, parameter=None, style=adapted)
             else:
                 result.entries[name] = Entry(module=modules[owner], parameter=attribute, style=style)
+    _match_experts(result)
     return result
+
+
+def _match_experts(model: MatchedModel) -> None:
+    """Replace the entries for experts that are distributed over expert parallel ranks.
+
+    Expert parallelism does not shard an expert. Each tensor parallel rank returns the results of its own tokens, and
+    zeros for the other tokens, so the results are summed.
+    """
+    for name, module in model.module.named_modules():
+        if get_optional_expert_mesh(module) is not None:
+            model.entries = {key: entry for key, entry in model.entries.items() if entry.module is not module}
+            model.entries[name] = Entry(module=module, parameter=None, style=SummedResult())
 
 
 def _unwrap(module: Any) -> list[tuple[str, nn.Module]]:

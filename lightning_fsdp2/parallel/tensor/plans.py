@@ -72,7 +72,7 @@ _REFUSED = {
     "sequence_parallel": "sequence parallelism is derived from the rest of the plan; set sequence_parallel=True",
     **dict.fromkeys(
         ("grouped_gemm", "ep_dispatch_experts", "ep_router", "megamoe_router", "megamoe_experts"),
-        "expert parallelism is not part of this release; shard the experts with 'moe_tp_experts'",
+        "expert parallelism needs no plan; use ep_size, or shard the experts with 'moe_tp_experts'",
     ),
 }
 

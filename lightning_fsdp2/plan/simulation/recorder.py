@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.torch import TorchDispatchMode, get_schema, is_traceable_wrapper_subclass_type, tree_leaves
 from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes
-from lightning_fsdp2.mesh import (
+from lightning_fsdp2.plan.simulation.flops import get_optional_flop_formula
+from lightning_fsdp2.sizes import (
     CONTEXT_PARALLEL,
     CP_TP,
     DATA_PARALLEL,
@@ -26,9 +27,10 @@ from lightning_fsdp2.mesh import (
     DP_REPLICATE,
     DP_SHARD,
     DP_SHARD_CP,
+    EFSDP,
+    EXPERT_PARALLEL,
     TENSOR_PARALLEL,
 )
-from lightning_fsdp2.plan.simulation.flops import get_optional_flop_formula
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -105,8 +107,19 @@ _UNCHANGED = {"grads"}
 """Arguments that fused optimizers declare as changed because of ``GradScaler``, but do not change."""
 
 
-_AXES = (TENSOR_PARALLEL, CONTEXT_PARALLEL, DP_REPLICATE, DP_SHARD, DP_SHARD_CP, DP_CP, DATA_PARALLEL, CP_TP)
-_AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, DP_REPLICATE)
+_AXES = (
+    TENSOR_PARALLEL,
+    CONTEXT_PARALLEL,
+    EXPERT_PARALLEL,
+    EFSDP,
+    DP_REPLICATE,
+    DP_SHARD,
+    DP_SHARD_CP,
+    DP_CP,
+    DATA_PARALLEL,
+    CP_TP,
+)
+_AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, EFSDP, DP_REPLICATE)
 """Axes in the order of preference for naming a collective. Several axes can consist of the same ranks: without context
 parallelism, ``dp_shard`` and ``dp_shard_cp`` have the same ranks, for example."""
 

@@ -16,19 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.mesh import (
-    DP_REPLICATE,
-    TENSOR_PARALLEL,
-    get_fsdp_mesh,
-    get_mesh,
-    get_optional_mesh,
-)
+from lightning_fsdp2.mesh import AxisNames, get_fsdp_mesh, get_mesh, get_mesh_axes, get_optional_mesh
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure, get_class_name
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.recipes.fsdp2 import maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_class_from_path
+from lightning_fsdp2.sizes import DP_REPLICATE, EFSDP, EXPERT_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 
 if TYPE_CHECKING:
@@ -64,6 +59,9 @@ class UnitDescription:
     shard_bytes: int
     """Bytes of the unit that rank 0 holds."""
 
+    is_inner: bool = False
+    """Whether the unit lies inside the unit before it, as experts do under expert parallelism."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
@@ -79,6 +77,9 @@ class Description:
     """Units in the order of registration, which for Hugging Face models is the order of forward."""
 
     notes: list[str]
+
+    expert_mesh: dict[str, int]
+    """Axes of the mesh of experts, which has the same ranks as ``mesh``. Empty without expert parallelism."""
 
     @property
     def totals(self) -> dict[str, int]:
@@ -151,8 +152,9 @@ def describe_sharded(
         strategy=type(strategy).__name__,
         mesh=dict(zip(cast(Any, mesh).mesh_dim_names, mesh.shape, strict=True)),
         precision={role: _get_name(dtype) for role, dtype in dtypes.items()},
-        units=_describe_units(module, mesh, _get_units(structure, strategy.config), dtypes["gathered"]),
+        units=_describe_units(module, mesh, _get_units(structure, strategy.config, mesh), dtypes["gathered"]),
         notes=_get_notes(strategy.config, mesh),
+        expert_mesh=_get_expert_sizes(mesh),
     )
 
 
@@ -181,10 +183,12 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
         spread_parameters(module, mesh)
 
 
-def _get_units(structure: ModelStructure, config: DistributedConfig) -> list[Unit]:
+def _get_units(structure: ModelStructure, config: DistributedConfig, mesh: DeviceMesh) -> list[Unit]:
     """Return the FSDP units, each with the modules whose parameters are gathered together."""
     if isinstance(config, FSDP2Config):
-        return build_unit_plan(structure, config.reshard_after_forward).units
+        axes = get_mesh_axes(mesh, AxisNames())
+        plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
+        return plan.units
     if isinstance(config, DDPConfig):
         tops, is_sharded = structure.layers, False
     else:
@@ -208,6 +212,7 @@ def _describe_units(
     parameters: dict[Unit, list[tuple[str, Tensor]]] = {unit: [] for unit in units}
     for name, parameter in module.named_parameters():
         parameters[_get_unit(name, module, unit_of)].append((name, parameter))
+    inner = {unit for outer in units for unit in outer.inner}
     descriptions = []
     for unit in (unit for unit in units if parameters[unit]):
         described = [_describe_parameter(name, parameter, mesh) for name, parameter in parameters[unit]]
@@ -218,6 +223,7 @@ def _describe_units(
                 reshard_after_forward=unit.reshard_after_forward,
                 gathered_bytes=sum(_get_gathered_numel(p) for _, p in parameters[unit]) * gathered_dtype.itemsize,
                 shard_bytes=sum(parameter.shard_bytes for parameter in described),
+                is_inner=unit in inner,
             )
         )
     return descriptions
@@ -270,14 +276,14 @@ def _is_gathered(parameter: DTensor) -> bool:
 def _get_gathered_numel(parameter: Tensor) -> int:
     """Count the elements of a parameter that a rank gathers for its computation.
 
-    A tensor parallel rank gathers only its own part. For a parameter that is not sharded over data parallel ranks, the
-    count is 0.
+    A tensor parallel rank gathers only its own part, and an expert parallel rank only its own experts. For a parameter
+    that is not sharded over data parallel ranks, the count is 0.
     """
     if not isinstance(parameter, DTensor) or not _is_gathered(parameter):
         return 0
     shape, mesh = list(parameter.shape), parameter.device_mesh
     for axis, size, placement in zip(cast(Any, mesh).mesh_dim_names, mesh.shape, parameter.placements, strict=True):
-        if axis == TENSOR_PARALLEL and not placement.is_replicate():
+        if axis in (TENSOR_PARALLEL, EXPERT_PARALLEL) and not placement.is_replicate():
             dim = cast(Any, placement).dim
             shape[dim] = math.ceil(shape[dim] / size)
     return math.prod(shape)
@@ -287,6 +293,12 @@ def _get_model_name(structure: ModelStructure) -> str:
     name, models = get_class_name(structure.root), [parts.module for parts in structure.models]
     inner = [get_class_name(model) for model in models if model != structure.root]
     return f"{name} ({', '.join(inner)})" if inner else name
+
+
+def _get_expert_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    if get_optional_mesh(mesh, EXPERT_PARALLEL) is None:
+        return {}
+    return {axis: get_mesh(mesh, axis).size() for axis in (DP_REPLICATE, EFSDP, EXPERT_PARALLEL)}
 
 
 def _get_notes(config: DistributedConfig, mesh: DeviceMesh) -> list[str]:

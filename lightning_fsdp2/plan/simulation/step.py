@@ -27,9 +27,10 @@ from lightning_fsdp2.compat.torch import is_in_backward, tree_leaves, tree_map_o
 from lightning_fsdp2.compat.torch_simulation import DATA_DEPENDENT_ERRORS, FakeTensorMode, with_values
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.mesh import TENSOR_PARALLEL, get_mesh, get_views
+from lightning_fsdp2.mesh import get_mesh, get_views
 from lightning_fsdp2.modules.structure import find_structure, get_class_name
 from lightning_fsdp2.parallel.context.forward import assume_documents
+from lightning_fsdp2.parallel.expert.apply import assume_even_routing
 from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
 from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.plan.simulation.recorder import (
@@ -43,6 +44,7 @@ from lightning_fsdp2.plan.simulation.recorder import (
     StepRecorder,
 )
 from lightning_fsdp2.plan.simulation.sharding import Description, describe_sharded
+from lightning_fsdp2.sizes import EFSDP, EXPERT_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ def simulate(
         change(module)
         dtypes = get_dtypes(strategy.manager, module)
         strategy.setup_module()
+        assume_even_routing(module)
         is_even = _is_even(module)
         description = describe_sharded(strategy, module, mesh, dtypes)
         with mode, _explain_dependence_on_data(module):
@@ -304,15 +307,23 @@ def _is_even(module: nn.Module) -> bool:
 
 
 def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
-    """Return the ranks of each process group, by torch's name of the group. Two groups may have the same ranks."""
+    """Return the ranks of each process group, by torch's name of the group. Two groups may have the same ranks.
+
+    The groups of experts keep their own axis, since they may have the ranks of an axis with a different purpose.
+    """
     axes: dict[tuple[int, ...], list[str]] = {}
     ranks: dict[str, tuple[int, ...]] = {}
+    of_experts: dict[str, Group] = {}
     for view in get_views(mesh):
         for axis in view.mesh_dim_names or ():
             group = view.get_group(axis)
-            ranks[group.group_name] = tuple(dist.get_process_group_ranks(group))
-            axes.setdefault(ranks[group.group_name], []).append(axis)
-    return {name: Group(tuple(axes[members]), members) for name, members in ranks.items()}
+            ranks[group.group_name] = members = tuple(dist.get_process_group_ranks(group))
+            if axis in (EFSDP, EXPERT_PARALLEL):
+                of_experts[group.group_name] = Group((axis,), members)
+            else:
+                axes.setdefault(members, []).append(axis)
+    groups = {name: Group(tuple(axes[members]), members) for name, members in ranks.items() if name not in of_experts}
+    return groups | of_experts
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:

@@ -12,9 +12,9 @@ from functools import cache
 
 import torch
 
-from lightning_fsdp2.mesh import DP_REPLICATE
 from lightning_fsdp2.plan.simulation.recorder import Collective, Group, Operation
 from lightning_fsdp2.plan.timing.devices import Device
+from lightning_fsdp2.sizes import DP_REPLICATE
 
 _ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2, "broadcast": 1}
 """Number of times that a collective's bytes go around a ring. An all-reduce is a reduce-scatter and an all-gather."""

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp2.compat.torch import all_gather_with_gradient, set_group_timeout
 from lightning_fsdp2.loggers.run_identity import get_versions
 from lightning_fsdp2.mesh import (
-    MeshSizes,
     build_device_mesh,
     check_bound_device,
     destroy_process_group,
@@ -25,6 +24,7 @@ from lightning_fsdp2.mesh import (
     get_views,
 )
 from lightning_fsdp2.ranks.whole_tensors import gather
+from lightning_fsdp2.sizes import MeshSizes
 from lightning_fsdp2.strategies.launch.rendezvous import meet
 
 

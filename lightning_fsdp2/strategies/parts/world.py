@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.config import DistributedConfig
-from lightning_fsdp2.mesh import CP_TP, DATA_PARALLEL, DP_CP, MeshSizes, get_mesh
+from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.ranks.coordination import gather_objects, get_group
+from lightning_fsdp2.sizes import CP_TP, DATA_PARALLEL, DP_CP, MeshSizes
 from lightning_fsdp2.strategies.launch.process_groups import get_groups, init_process_group, reduce
 
 T = TypeVar("T")

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_fsdp2 import clip_grad_norm_, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.mesh import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL, get_mesh
+from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.parallel.data import gradients as gradients_module
 from lightning_fsdp2.parallel.data.gradients import clip_grad_value_, get_total_norm, scale_gradients
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
+from lightning_fsdp2.sizes import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL
 
 ORDERS = [1.0, 2.0, 3.0, math.inf]
 

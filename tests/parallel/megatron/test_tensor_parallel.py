@@ -28,7 +28,7 @@ from lightning_fsdp2 import (
 )
 from lightning_fsdp2.checkpoint.formats import directory
 from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
-from lightning_fsdp2.mesh import DP_SHARD_CP, get_mesh
+from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallel.megatron import tensor_parallel
 from lightning_fsdp2.parallel.megatron.driver import get_driver
@@ -39,6 +39,7 @@ from lightning_fsdp2.parallelizer import (
     nvfsdp_strategy_parallelize,
 )
 from lightning_fsdp2.ranks import whole_tensors
+from lightning_fsdp2.sizes import DP_SHARD_CP
 from lightning_fsdp2.weights.materialize import materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 

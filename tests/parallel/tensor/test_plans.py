@@ -254,7 +254,7 @@ def test_every_style_that_the_installed_transformers_knows_is_known_or_refused_b
 
 def test_styles_of_expert_and_sequence_parallelism_are_refused_with_a_remedy() -> None:
     for name in ("grouped_gemm", "ep_dispatch_experts", "ep_router", "megamoe_router", "megamoe_experts"):
-        with pytest.raises(ValueError, match=r"expert parallelism is not part of this release; .*'moe_tp_experts'"):
+        with pytest.raises(ValueError, match=r"expert parallelism needs no plan; use ep_size, .*'moe_tp_experts'"):
             get_style("model.layers.*.mlp", name)
     with pytest.raises(ValueError, match=r"sequence parallelism is derived .*; set sequence_parallel=True"):
         get_style("model.norm", "sequence_parallel")

@@ -1,0 +1,139 @@
+"""Exchange of tokens between ranks, so that each token reaches the ranks that hold its experts.
+
+A *row* is the hidden state of a token on the way to one of its experts, so a token with k experts is sent as k rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fsdp2.compat.torch import all_to_all_tensor
+from lightning_fsdp2.ranks.collectives import exchange
+
+
+class Dispatcher(Protocol):
+    """Way to exchange tokens. A faster one, such as DeepEP, only has to implement these two methods."""
+
+    num_experts: int
+    """Number of experts on all ranks."""
+
+    group: dist.ProcessGroup
+    """Ranks that hold the experts."""
+
+    def dispatch(self, hidden: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Send each token to the ranks that hold its experts.
+
+        Args:
+            hidden: Hidden states of this rank's tokens [tokens, features].
+            indices: Experts of each token [tokens, k]. The number of all experts stands for no expert.
+
+        Returns:
+            The received rows [rows, features], the expert of each row [rows], counted from this rank's first expert,
+            and whatever :meth:`combine` needs to send the results back.
+        """
+
+    def combine(self, results: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        """Send the results of rows back, and add up the results of each token.
+
+        Args:
+            results: Result of each received row [rows, features].
+            weights: Routing weight of each of a token's experts [tokens, k].
+            handle: Third value that :meth:`dispatch` has returned.
+
+        Returns:
+            The weighted sum of each token's results [tokens, features].
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Way of a rank's rows to their experts, which the results take back."""
+
+    order: Tensor
+    """Position of each sent row among the ``tokens * k`` rows of this rank's tokens [rows], sorted by expert."""
+
+    sent: list[int]
+    """Number of rows sent to each rank."""
+
+    received: list[int]
+    """Number of rows received from each rank."""
+
+
+class AllToAll:
+    """Dispatcher that uses one all-to-all to exchange the numbers of rows, and one each way to exchange rows.
+
+    The numbers of rows are read on the host, since collectives need them there. This is the only time that the host
+    waits for the device.
+
+    Args:
+        num_experts: Number of experts on all ranks, which ``group`` divides evenly.
+        group: Ranks that hold the experts.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        self.num_experts = num_experts
+        self.group = group
+
+    def dispatch(self, hidden: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """Send each token to the ranks that hold its experts; see :meth:`Dispatcher.dispatch`."""
+        k = indices.size(-1)
+        wanted = indices.flatten()
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.long, device=wanted.device)
+        counts = counts.scatter_add_(0, wanted, torch.ones_like(wanted, dtype=torch.long))
+        experts, sent, received = self.exchange_counts(counts[: self.num_experts], wanted.numel())
+        # a stable sort by expert is also a sort by rank; rows without an expert come last and are not sent
+        order = torch.argsort(wanted, stable=True)[: sum(sent)]
+        rows = exchange(hidden[order // k], sent, received, self.group)
+        return rows, experts, Route(order=order, sent=sent, received=received)
+
+    def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Tensor, list[int], list[int]]:
+        """Tell each rank how many rows it will receive from this rank for each of its experts.
+
+        Args:
+            counts: Number of this rank's rows for each expert [experts].
+            rows: Number of this rank's rows, including rows without an expert.
+
+        Returns:
+            The expert of each row that this rank will receive [rows], and the numbers of rows to send to and to receive
+            from each rank.
+        """
+        ranks = self.group.size()
+        received = all_to_all_tensor(counts, self.group).view(ranks, -1)
+        sums = torch.stack([counts.view(ranks, -1).sum(1), received.sum(1)])
+        rows_sent, rows_received = sums.tolist()
+        local = torch.arange(received.size(1), device=counts.device).repeat(ranks)
+        experts = local.repeat_interleave(received.flatten(), output_size=sum(rows_received))
+        return experts, rows_sent, rows_received
+
+    def combine(self, results: Tensor, weights: Tensor, handle: Route) -> Tensor:
+        """Send the results of rows back, and add up those of each token; see :meth:`Dispatcher.combine`."""
+        returned = exchange(results, handle.received, handle.sent, self.group)
+        rows = returned.new_zeros(weights.numel(), returned.size(-1)).index_copy(0, handle.order, returned)
+        return (rows.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class EvenAllToAll(AllToAll):
+    """Dispatcher for simulations, in which tensors have no values: every rank sends equally many rows to every rank.
+
+    Args:
+        num_experts: See :class:`AllToAll`.
+        group: See :class:`AllToAll`.
+        load: Number of rows that this rank receives, relative to the mean over the ranks.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, load: float = 1.0) -> None:
+        super().__init__(num_experts, group)
+        self.load = load
+
+    def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Tensor, list[int], list[int]]:
+        """Exchange the numbers of rows, as :meth:`AllToAll.exchange_counts` does, but return even numbers instead."""
+        ranks = self.group.size()
+        all_to_all_tensor(counts, self.group)
+        sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        received = [round(self.load * number) for number in sent]
+        local = self.num_experts // ranks
+        experts = torch.arange(sum(received), device=counts.device) % local
+        return experts, sent, received

@@ -1,0 +1,159 @@
+"""The parallel sizes of a run, and the numbers of ranks along the axes of its mesh that follow from them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DP_REPLICATE = "dp_replicate"
+DP_SHARD = "dp_shard"
+DP_SHARD_CP = "dp_shard_cp"
+DP_CP = "dp_cp"
+DATA_PARALLEL = "data_parallel"
+CONTEXT_PARALLEL = "context_parallel"
+TENSOR_PARALLEL = "tensor_parallel"
+CP_TP = "cp_tp"
+EFSDP = "efsdp"
+EXPERT_PARALLEL = "ep"
+
+EP_SHARD = "ep_shard"
+"""Name of the axis ``efsdp`` in meshes from other software."""
+
+MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
+
+_VIEWS = (
+    MESH_AXES,
+    (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL),
+    (DP_CP, TENSOR_PARALLEL),
+    (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL),
+    (DATA_PARALLEL, CP_TP),
+)
+"""Axis names of every view of the world mesh, outermost first. :attr:`MeshSizes.axes` has the size of each axis."""
+
+_EXPERT_VIEW = (DP_REPLICATE, EFSDP, EXPERT_PARALLEL)
+"""Axis names of one more view, which exists only with several expert parallel ranks, because groups cost memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """Number of ranks along each axis of the world mesh. Their product, without ``ep``, is the world size."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    ep: int = 1
+    """Number of expert parallel ranks, which are also ranks of ``dp_shard``, ``cp`` and ``tp``."""
+
+    @property
+    def dp(self) -> int:
+        """Number of data parallel ranks, which read different batches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Number of ranks along each axis that a view may have."""
+        return {
+            DP_REPLICATE: self.dp_replicate,
+            DP_SHARD: self.dp_shard,
+            DP_SHARD_CP: self.dp_shard * self.cp,
+            DP_CP: self.dp * self.cp,
+            DATA_PARALLEL: self.dp,
+            CONTEXT_PARALLEL: self.cp,
+            TENSOR_PARALLEL: self.tp,
+            CP_TP: self.cp * self.tp,
+            EFSDP: self.dp_shard * self.cp * self.tp // self.ep,
+            EXPERT_PARALLEL: self.ep,
+        }
+
+    @property
+    def views(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Axis names and sizes of every view of the world mesh."""
+        sizes = self.axes
+        views = _VIEWS if self.ep == 1 else (*_VIEWS, _EXPERT_VIEW)
+        return {names: tuple(sizes[name] for name in names) for names in views}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """Parallel sizes as the user gives them, before the number of ranks is known."""
+
+    dp_size: int | Literal["auto"] | None = "auto"
+    """Number of data parallel ranks (replicate x shard). ``"auto"``, ``None`` or a number <= 0 mean
+    ``world_size / (cp_size * tp_size)``."""
+
+    dp_replicate_size: int | Literal["auto"] | None = 1
+    """Number of replicas of the sharded model (HSDP). ``"auto"`` means one per node."""
+
+    tp_size: int | None = 1
+    """Number of tensor parallel ranks."""
+
+    cp_size: int | None = 1
+    """Number of context parallel ranks."""
+
+    ep_size: int | None = 1
+    """Number of expert parallel ranks, among which the experts of each layer are distributed. These are no further
+    ranks: ``ep_size`` divides the number of ranks of one model replica, (``dp_size`` / ``dp_replicate_size``) x
+    ``cp_size`` x ``tp_size``."""
+
+    def resolve(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
+        """Compute the sizes that are ``"auto"``, and check that the product of all sizes is the world size.
+
+        Args:
+            world_size: Number of ranks.
+            num_nodes: Number of nodes. ``dp_replicate_size="auto"`` stands for this number.
+
+        Raises:
+            ValueError: When the product of the sizes is not the world size. The message shows the calculation.
+        """
+        tp = _check_size("tp_size", self.tp_size)
+        cp = _check_size("cp_size", self.cp_size)
+        is_auto = self.dp_replicate_size == "auto"
+        replicate = num_nodes if is_auto else _check_size("dp_replicate_size", self.dp_replicate_size)
+        dp = self._resolve_dp_size(world_size, cp, tp)
+        if dp % replicate != 0:
+            which = f"'auto' (one for each of {num_nodes} nodes)" if is_auto else replicate
+            raise ValueError(
+                f"dp_replicate_size={which} does not divide the data parallel size {dp} (world size {world_size} /"
+                f" (cp_size={cp} x tp_size={tp})); use one of {_divisors(dp)}."
+            )
+        ep = _check_size("ep_size", self.ep_size)
+        ranks = dp // replicate * cp * tp
+        if ranks % ep:
+            raise ValueError(
+                f"ep_size={ep} does not divide the {ranks} ranks of one model replica (dp_shard={dp // replicate} x"
+                f" cp_size={cp} x tp_size={tp}), which share the experts; use one of {_divisors(ranks)}."
+            )
+        return MeshSizes(dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp, ep=ep)
+
+    def _resolve_dp_size(self, world_size: int, cp: int, tp: int) -> int:
+        size = self.dp_size
+        if size is None or size == "auto" or (isinstance(size, int) and not isinstance(size, bool) and size <= 0):
+            if world_size % (cp * tp) != 0:
+                raise ValueError(
+                    f"cp_size={cp} x tp_size={tp} = {cp * tp} does not divide the world size {world_size}; choose sizes"
+                    f" that do, or start {_next_multiple(world_size, cp * tp)} processes."
+                )
+            return world_size // (cp * tp)
+        dp = _check_size("dp_size", size)
+        if dp * cp * tp != world_size:
+            raise ValueError(
+                f"dp_size={dp} x cp_size={cp} x tp_size={tp} = {dp * cp * tp}, but the world size is {world_size};"
+                f' use dp_size="auto" or start {dp * cp * tp} processes.'
+            )
+        return dp
+
+
+def _check_size(name: str, size: int | str | None) -> int:
+    if size is None:
+        return 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{name}={size!r} is not a number of ranks; use an integer >= 1.")
+    return size
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _next_multiple(number: int, factor: int) -> int:
+    return (number // factor + 1) * factor
