@@ -35,18 +35,33 @@ from lightning_fsdp2.compat.torch import get_group_timeout, unflatten_mesh
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config
 from lightning_fsdp2.sizes import (
     CONTEXT_PARALLEL,
+    CP_TP,
     DATA_PARALLEL,
     DP_CP,
     DP_REPLICATE,
+    DP_SHARD,
     DP_SHARD_CP,
     EFSDP,
     EP_SHARD,
     EXPERT_PARALLEL,
-    MESH_AXES,
     TENSOR_PARALLEL,
     MeshSizes,
     ParallelSizes,
 )
+
+_MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
+
+_VIEWS = (
+    _MESH_AXES,
+    (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL),
+    (DP_CP, TENSOR_PARALLEL),
+    (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL),
+    (DATA_PARALLEL, CP_TP),
+)
+"""Axis names of every view of the world mesh, outermost first. :func:`get_view_sizes` has their sizes."""
+
+_EXPERT_VIEW = (DP_REPLICATE, EFSDP, EXPERT_PARALLEL)
+"""Axis names of one more view, which exists only with several expert parallel ranks, because groups cost memory."""
 
 _VIEWS_ATTRIBUTE = "_lightning_fsdp2_views"
 _GROUPS_ATTRIBUTE = "_lightning_fsdp2_groups"
@@ -104,7 +119,8 @@ def build_device_mesh(
     Raises:
         ValueError: When a size is not allowed, or when the process group has a different number of ranks.
     """
-    world_size = math.prod(sizes.views[MESH_AXES])
+    view_sizes = get_view_sizes(sizes)
+    world_size = math.prod(view_sizes[_MESH_AXES])
     _check_sizes_of_config(config, sizes)
     _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
@@ -122,12 +138,31 @@ def build_device_mesh(
         elif backend is not None:
             dist.init_process_group(backend, device_id=device_id)
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
-    views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in sizes.views.items()}
-    device_mesh = views[MESH_AXES]
+    views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in view_sizes.items()}
+    device_mesh = views[_MESH_AXES]
     for view in views.values():
         # store all views on each view, since DeviceMesh does not give access to the other views
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
     return device_mesh
+
+
+def get_view_sizes(sizes: MeshSizes) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Return the axis names and the sizes of every view of the world mesh."""
+    dp, cp, tp = sizes.dp_replicate * sizes.dp_shard, sizes.cp, sizes.tp
+    axes = {
+        DP_REPLICATE: sizes.dp_replicate,
+        DP_SHARD: sizes.dp_shard,
+        DP_SHARD_CP: sizes.dp_shard * cp,
+        DP_CP: dp * cp,
+        DATA_PARALLEL: dp,
+        CONTEXT_PARALLEL: cp,
+        TENSOR_PARALLEL: tp,
+        CP_TP: cp * tp,
+        EFSDP: sizes.dp_shard * cp * tp // sizes.ep,
+        EXPERT_PARALLEL: sizes.ep,
+    }
+    views = _VIEWS if sizes.ep == 1 else (*_VIEWS, _EXPERT_VIEW)
+    return {names: tuple(axes[name] for name in names) for names in views}
 
 
 def get_default_backend(device: torch.device) -> str:

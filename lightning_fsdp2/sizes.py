@@ -17,20 +17,6 @@ EXPERT_PARALLEL = "ep"
 EP_SHARD = "ep_shard"
 """Name of the axis ``efsdp`` in meshes from other software."""
 
-MESH_AXES = (DP_REPLICATE, DP_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)
-
-_VIEWS = (
-    MESH_AXES,
-    (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL),
-    (DP_CP, TENSOR_PARALLEL),
-    (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL),
-    (DATA_PARALLEL, CP_TP),
-)
-"""Axis names of every view of the world mesh, outermost first. :attr:`MeshSizes.axes` has the size of each axis."""
-
-_EXPERT_VIEW = (DP_REPLICATE, EFSDP, EXPERT_PARALLEL)
-"""Axis names of one more view, which exists only with several expert parallel ranks, because groups cost memory."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
@@ -48,29 +34,6 @@ class MeshSizes:
     def dp(self) -> int:
         """Number of data parallel ranks, which read different batches."""
         return self.dp_replicate * self.dp_shard
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Number of ranks along each axis that a view may have."""
-        return {
-            DP_REPLICATE: self.dp_replicate,
-            DP_SHARD: self.dp_shard,
-            DP_SHARD_CP: self.dp_shard * self.cp,
-            DP_CP: self.dp * self.cp,
-            DATA_PARALLEL: self.dp,
-            CONTEXT_PARALLEL: self.cp,
-            TENSOR_PARALLEL: self.tp,
-            CP_TP: self.cp * self.tp,
-            EFSDP: self.dp_shard * self.cp * self.tp // self.ep,
-            EXPERT_PARALLEL: self.ep,
-        }
-
-    @property
-    def views(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Axis names and sizes of every view of the world mesh."""
-        sizes = self.axes
-        views = _VIEWS if self.ep == 1 else (*_VIEWS, _EXPERT_VIEW)
-        return {names: tuple(sizes[name] for name in names) for names in views}
 
 
 @dataclass(frozen=True, kw_only=True)
