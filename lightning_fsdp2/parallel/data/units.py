@@ -161,7 +161,7 @@ def _add_expert_units(units: list[Unit], mesh: DeviceMesh, expert_mesh: DeviceMe
         taken = {module for other in result for module in other.modules}
         inside = [module for top in unit.modules for module in get_modules(top) if module not in taken]
         experts = [module for module in inside if get_optional_expert_mesh(module) is not None]
-        shared = [module for module in get_shared_modules(experts) if _owns_parameters_directly(module)]
+        shared = [m for m in get_shared_modules(experts) if m not in taken and _owns_parameters_directly(m)]
         unit.inner = [
             *(Unit(modules=[module], mesh=mesh, reshard_after_forward=unit.reshard_after_forward) for module in shared),
             *(

@@ -51,6 +51,7 @@ def check_layouts(
             model does not support sequence parallelism or a loss with a sharded vocabulary.
     """
     _check_divisible(root, layouts, ranks)
+    _check_experts(root, models)
     for model in models:
         _check_summands(model, layouts)
         _check_results(model)
@@ -187,6 +188,18 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
                     " but no entry shards the parameters of this module. Add entries for these parameters. Adapters"
                     " that replace the parameters of experts are not supported with tensor parallelism."
                 )
+
+
+def _check_experts(root: nn.Module, models: list[MatchedModel]) -> None:
+    """Check that results of experts under expert parallelism are summed, since each rank computes its own tokens."""
+    entries = [entry for model in models for entry in model.entries.values()]
+    summed = {entry.module for entry in entries if isinstance(entry.style, SummedResult)}
+    for name, module in root.named_modules():
+        if get_optional_expert_mesh(module) is not None and module not in summed:
+            raise ValueError(
+                f"ep_size: the experts {name} are outside of the models that tensor parallelism shards, so nothing"
+                " would sum their results over the tensor parallel ranks. Use tp_size=1 or ep_size=1."
+            )
 
 
 def _check_results(model: MatchedModel) -> None:

@@ -281,3 +281,23 @@ def test_what_cannot_be_distributed_is_refused(
 )
 def test_a_norm_that_experts_share_has_the_gradient_of_all_their_tokens(layout: str) -> None:
     assert vision_parity.measure_vision_parity("muse_spark", layout) < 1e-5
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return hidden
+
+
+def test_experts_outside_of_the_models_are_refused_with_tensor_parallelism() -> None:
+    def run() -> None:
+        model = nn.ModuleDict({"lm": make_family_model("llama"), "experts": Experts()})
+        model.forward = None  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="ep_size: the experts experts are outside of the models"):
+            parallelize(model, tp_size=2, ep_size=2)
+
+    run_ranks(run, 2)
