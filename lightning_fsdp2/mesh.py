@@ -366,23 +366,36 @@ def get_expert_meshes(
         device_mesh: Mesh of all other parameters.
         moe_mesh: Mesh of the experts, with the axis ``"ep"`` and, if each expert is sharded, ``"ep_shard"`` or
             ``"efsdp"``; with ``"dp_replicate"``, experts are replicated over this axis. None for the view that
-            :func:`create_device_mesh` has made for ``ep_size``.
+            :func:`create_device_mesh` has made for ``ep_size``. A mesh from other software has no such view.
 
     Raises:
         ValueError: When ``moe_mesh`` has other axes or other ranks, or another number of expert parallel ranks than
             ``device_mesh``.
     """
-    own = get_optional_mesh(device_mesh, EXPERT_PARALLEL)
+    is_ours = hasattr(device_mesh, _VIEWS_ATTRIBUTE)
+    ep, mesh = get_optional_mesh(device_mesh, EXPERT_PARALLEL) if is_ours else None, device_mesh
     if moe_mesh is not None:
-        _check_moe_mesh(moe_mesh, device_mesh, 1 if own is None else own.size())
-    mesh = moe_mesh or device_mesh
-    ep = get_optional_mesh(mesh, EXPERT_PARALLEL)
+        _check_moe_mesh(moe_mesh, device_mesh, 1 if ep is None else ep.size())
+        ep, mesh = get_optional_mesh(moe_mesh, EXPERT_PARALLEL), moe_mesh
     if ep is None:
         return None, None
     known = {axis for view in get_views(mesh) for axis in view.mesh_dim_names or ()}
     shard = next(name for name in (EFSDP, EP_SHARD) if name in known)
     is_replicated = DP_REPLICATE in known and get_mesh(mesh, DP_REPLICATE).size() > 1
     return ep, get_mesh(mesh, (DP_REPLICATE, shard) if is_replicated else shard)
+
+
+def check_no_expert_parallel(device_mesh: DeviceMesh, sharder: str) -> None:
+    """Refuse a mesh that was made for expert parallelism, which ``sharder`` does not have.
+
+    Raises:
+        ValueError: When the mesh has several expert parallel ranks.
+    """
+    ep, _ = get_expert_meshes(device_mesh)
+    if ep is not None:
+        raise ValueError(
+            f"ep_size={ep.size()}: {sharder} has no expert parallelism; create the mesh with ep_size=1, or use FSDP2."
+        )
 
 
 def get_device(device_mesh: DeviceMesh) -> torch.device:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import StepCounter
+from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.models import LLAMA, PlainTransformer, make_causal_lm, make_token_batches, plain_loss
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss
 from helpers.ranks import run_ranks
@@ -15,7 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
+from lightning_fsdp2 import (
+    DDPConfig,
+    DDPManager,
+    FSDP2Config,
+    FSDP2Manager,
+    MegatronFSDPConfig,
+    MegatronFSDPManager,
+    clip_grad_norm_,
+    create_device_mesh,
+    defer_grad_sync,
+)
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -54,6 +65,18 @@ def test_a_mesh_of_experts_is_taken_from_elsewhere() -> None:
             found = {parameter.device_mesh.mesh_dim_names for parameter in model.parameters()}
             assert found == {("dp_shard_cp",), *of_experts}
             torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
+
+    run_ranks(run, 2)
+
+
+def test_other_managers_refuse_a_mesh_with_experts() -> None:
+    def run() -> None:
+        mesh = create_device_mesh(device_type="cpu", ep_size=2)
+        with pytest.raises(ValueError, match="ep_size=2: DDP has no expert parallelism"):
+            DDPManager(DDPConfig(), mesh)
+        message = "ep_size=2: Megatron-FSDP has no expert parallelism"
+        with cuda_on_cpu(), pytest.raises(ValueError, match=message):
+            MegatronFSDPManager(MegatronFSDPConfig(), mesh).parallelize(make_causal_lm(MIXTRAL))
 
     run_ranks(run, 2)
 

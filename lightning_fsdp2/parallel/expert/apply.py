@@ -59,17 +59,12 @@ def apply_expert_parallel(structure: ModelStructure, mesh: DeviceMesh, tp_mesh: 
         set_expert_mesh(module, mesh)
 
 
-def assume_even_routing(model: nn.Module, load: float = 1.0) -> None:
-    """Let the experts of a simulated model exchange tokens without reading how many tokens each expert gets.
-
-    Args:
-        model: Model with expert parallelism, changed in place.
-        load: Number of rows that this rank receives, relative to the mean over the ranks.
-    """
+def assume_even_routing(model: nn.Module) -> None:
+    """Let the experts of a simulated ``model`` exchange tokens without reading how many tokens each expert gets."""
     for module in model.modules():
         forward: ExpertParallelForward | None = module.__dict__.get(_FORWARD_ATTRIBUTE)
         if forward is not None:
-            forward.dispatcher = EvenAllToAll(forward.dispatcher.num_experts, forward.dispatcher.group, load)
+            forward.dispatcher = EvenAllToAll(forward.dispatcher.num_experts, forward.dispatcher.group)
 
 
 class ExpertParallelForward:

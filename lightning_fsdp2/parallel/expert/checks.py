@@ -16,7 +16,7 @@ REFUSED = {
     "nllb-moe": "each of its experts is a module of its own",
     "switch_transformers": "each of its experts is a module of its own",
 }
-"""Families whose experts are not packed, by ``model_type``, each with the reason."""
+"""Families whose experts cannot be distributed, by ``model_type``, each with the reason."""
 
 
 def check_experts(structure: ModelStructure, experts: Sequence[Any], ranks: int) -> None:

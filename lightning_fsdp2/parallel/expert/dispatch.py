@@ -116,24 +116,12 @@ class AllToAll:
 
 
 class EvenAllToAll(AllToAll):
-    """Dispatcher for simulations, in which tensors have no values: every rank sends equally many rows to every rank.
-
-    Args:
-        num_experts: See :class:`AllToAll`.
-        group: See :class:`AllToAll`.
-        load: Number of rows that this rank receives, relative to the mean over the ranks.
-    """
-
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, load: float = 1.0) -> None:
-        super().__init__(num_experts, group)
-        self.load = load
+    """Dispatcher for simulations, in which tensors have no values: every rank sends equally many rows to every rank."""
 
     def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Tensor, list[int], list[int]]:
         """Exchange the numbers of rows, as :meth:`AllToAll.exchange_counts` does, but return even numbers instead."""
         ranks = self.group.size()
         all_to_all_tensor(counts, self.group)
         sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        received = [round(self.load * number) for number in sent]
-        local = self.num_experts // ranks
-        experts = torch.arange(sum(received), device=counts.device) % local
-        return experts, sent, received
+        experts = torch.arange(rows, device=counts.device) % (self.num_experts // ranks)
+        return experts, sent, sent
