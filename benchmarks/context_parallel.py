@@ -24,10 +24,8 @@ import argparse
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -42,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.memory import LLAMA_3_8B, Run, Variant, make_batch, make_trainer, run_forked
-from benchmarks.turns import get_median, get_ratio_cells
+from benchmarks.turns import PROCESS_CLOCKS, get_median, get_ratio_cells, join_group, time_rounds
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.context.attention_blocks import (
     Block,
@@ -64,8 +62,6 @@ ATTENTION_PRODUCTS = {ATTENTION: 2, f"{ATTENTION}_backward": 5}
 
 EXCHANGES = {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"}
 """Functional collectives that attention uses. FSDP uses other operations, and norms and losses use all-reduces."""
-
-CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 
 TOY: dict[str, Any] = {
     "vocab_size": 512,
@@ -235,27 +231,11 @@ def count_pairs(block: Block) -> int:
 
 def measure_times(args: argparse.Namespace, folder: str, rank: int) -> dict[str, list[dict[str, float]]]:
     """Return the seconds of each variant's steps on the slower rank, by each clock."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
+    join_group(folder, rank, 2)
     models = {ALONE: make_toy(), **{method: shard(make_toy(), method) for method in METHODS}}
     tokens = torch.randint(TOY["vocab_size"], (1, args.length), generator=torch.Generator().manual_seed(0))
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    losses: dict[str, Tensor] = {}
-    for _ in range(1 + args.rounds):
-        for name, model in models.items():
-            takes_part = name != ALONE or rank == 0
-            dist.barrier()
-            started = {clock: read() for clock, read in CLOCKS.items()}
-            if takes_part:
-                losses[name] = train_step(model, tokens)
-            seconds = torch.tensor([read() - started[clock] for clock, read in CLOCKS.items()]) * takes_part
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            times[name].append(dict(zip(CLOCKS, seconds.tolist(), strict=True)))
-    for loss in losses.values():
-        torch.testing.assert_close(loss, losses[METHODS[0]], rtol=1e-5, atol=1e-5)
-    dist.barrier()  # a rank that exits early would make its peers fail
-    return {name: seconds[1:] for name, seconds in times.items()}
+    steps = {name: partial(train_step, model, tokens) for name, model in models.items() if name != ALONE or rank == 0}
+    return time_rounds(list(models), steps, args.rounds)
 
 
 def train_step(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -289,7 +269,7 @@ def print_times(times: dict[str, list[dict[str, float]]], args: argparse.Namespa
     print("| method | clock | one process s | cp 2 s | of medians | median of pairs | 95 % interval |")
     print("|---|---|--:|--:|--:|--:|--:|")
     for method in METHODS:
-        for clock in CLOCKS:
+        for clock in PROCESS_CLOCKS:
             alone, split = ([[seconds[clock]] for seconds in times[name]] for name in (ALONE, method))
             cells = [f"{get_median(alone):.3f}", f"{get_median(split):.3f}", *get_ratio_cells(split, alone)]
             print(f"| {method} | {clock} | {' | '.join(cells)} |")

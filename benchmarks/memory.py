@@ -35,6 +35,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, FSDP2Strategy, clip_grad_norm_, create_device_mesh
 from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.parallel.expert.apply import assume_even_routing
 from lightning_fsdp2.parallel.loss.token_mean import apply_token_mean_
 from lightning_fsdp2.plan import RankPlan, plan_run
 from lightning_fsdp2.plan.simulation.recorder import CATEGORIES, OPTIMIZER_STATES, WEIGHTS
@@ -103,6 +104,12 @@ class Run:
     sequence_length: int
     batch_size: int = 1
     cp_size: int = 1
+    ep_size: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes, as arguments of strategies and of ``create_device_mesh``."""
+        return {"tp_size": self.tp_size, "cp_size": self.cp_size, "ep_size": self.ep_size}
 
     def __str__(self) -> str:
         tp = f" x tp {self.tp_size} + sequence parallel" if self.tp_size > 1 else ""
@@ -185,7 +192,7 @@ def plan(run: Run, variant: Variant) -> RankPlan:
 
 def make_trainer(run: Run, variant: Variant) -> Trainer:
     """Make the Trainer of a run that is planned."""
-    strategy = FSDP2Strategy(tp_size=run.tp_size, cp_size=run.cp_size, config=make_config(run, variant))
+    strategy = FSDP2Strategy(**run.sizes, config=make_config(run, variant))
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_steps": 1}
     return Trainer(
         accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed", gradient_clip_val=1.0, **options
@@ -235,17 +242,22 @@ def make_batch(run: Run, device_type: str = "cpu") -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def build_step(run: Run, variant: Variant, device_type: str = "cpu") -> Callable[[], None]:
+def build_step(
+    run: Run, variant: Variant, device_type: str = "cpu", *, has_even_routing: bool = False
+) -> Callable[[], None]:
     """Shard a module as ``FSDP2Strategy`` does under ``precision="bf16-mixed"``, and return a step of its training.
 
-    The first step creates the optimizer states and fills the caches of DTensor. All later steps are alike.
+    The first step creates the optimizer states and fills the caches of DTensor. All later steps are alike. With
+    ``has_even_routing``, expert parallel ranks exchange as many tokens as a plan assumes.
     """
     config = make_config(run, variant)
-    mesh = create_device_mesh(config, cp_size=run.cp_size, tp_size=run.tp_size, device_type=device_type)
+    mesh = create_device_mesh(config, **run.sizes, device_type=device_type)
     module = make_module(run, variant)
     with torch.device("meta"):
         module.configure_model()
     FSDP2Manager(config, mesh).parallelize(module)
+    if has_even_routing:
+        assume_even_routing(module)
     batch, group = make_batch(run, device_type), get_mesh(mesh, DP_CP).get_group()
     return partial(train_step, module, module.configure_optimizers(), batch, group)
 

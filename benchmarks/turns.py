@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.trainings import select_device, synchronize
 
 CLOCKS = {"wall": time.perf_counter, "CPU": time.thread_time}
+PROCESS_CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
+"""Clocks of a run that has a process to itself: its CPU time is that of all of the process's threads."""
 
 COLLECTIVES = {
     "all-gathers": ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"),
@@ -143,6 +146,42 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, blocks: int) -> None:
 def count_steps(args: argparse.Namespace) -> int:
     """Return the number of steps of each run, including untimed steps and a last step that ends the one before it."""
     return args.warmup_steps + args.blocks * args.steps + args.counted_steps + 1
+
+
+def join_group(folder: str, rank: int, ranks: int) -> None:
+    """Start the default group of forked ranks over gloo, with one thread each, and a store in ``folder``."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+
+
+def time_rounds(
+    names: Sequence[str], steps: Mapping[str, Callable[[], Tensor]], rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """Let variants take turns, one step each in every round, and return the seconds of the slower rank, by each clock.
+
+    Args:
+        names: Variants, the same on every rank of the default group. An untimed round comes first.
+        steps: Step of each variant in which this rank takes part. It returns the loss, which must be the same for all
+            variants.
+        rounds: Number of timed rounds.
+    """
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    losses: dict[str, Tensor] = {}
+    for _ in range(1 + rounds):
+        for name in names:
+            dist.barrier()
+            started = {clock: read() for clock, read in PROCESS_CLOCKS.items()}
+            if name in steps:
+                losses[name] = steps[name]()
+            seconds = torch.tensor([read() - started[clock] for clock, read in PROCESS_CLOCKS.items()])
+            seconds *= name in steps
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            times[name].append(dict(zip(PROCESS_CLOCKS, seconds.tolist(), strict=True)))
+    for loss in losses.values():
+        torch.testing.assert_close(loss, losses[names[-1]], rtol=1e-5, atol=1e-5)
+    dist.barrier()  # a rank that exits early would make its peers fail
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def get_median(blocks: Sequence[Sequence[float]]) -> float:

@@ -17,6 +17,7 @@ from helpers.tracked_jobs import finished_runs
 from helpers.wandb_reader import read_runs
 from torch.distributed.checkpoint import FileSystemReader
 
+from benchmarks.plans import plan
 from lightning_fsdp2.cli import FSDP2CLI
 
 OTHERS = [name for name in (*RECIPES, "quickstart") if name != "pretrain_llama3_8b_fsdp2"]
@@ -31,7 +32,12 @@ def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str
     sizes = strategy.asked_sizes.resolve(world_size=strategy.world_size, num_nodes=1)
     return {
         "strategy": type(strategy).__name__,
-        "sizes": {"tp_size": sizes.tp, "cp_size": sizes.cp, "dp_replicate_size": sizes.dp_replicate},
+        "sizes": {
+            "tp_size": sizes.tp,
+            "cp_size": sizes.cp,
+            "ep_size": sizes.ep,
+            "dp_replicate_size": sizes.dp_replicate,
+        },
         "config": strategy.config.to_dict(),
         "checkpoint": strategy.checkpoint_config,
         "precision": trainer.precision,
@@ -165,10 +171,11 @@ def test_sizes_are_those_of_the_readme_and_the_header(name: str, tmp_path: Path)
     gathered = f"{totals['largest_gathered_bytes'] / 2**30:.1f}"
     activations = f"{get_activation_bytes(name, mesh) / 2**30:.1f}"
     parameters = format_count(totals["parameters"])
+    layout = " \N{MULTIPLICATION SIGN} ".join(map(str, mesh.values()))
     assert get_row(name) == [
         f"{parameters}, {format_count(adapters)} trained" if adapters else parameters,
         "2 processes" if name == "quickstart" else str(totals["ranks"]),
-        " \N{MULTIPLICATION SIGN} ".join(map(str, mesh.values())),
+        f"{layout}, ep {description['expert_mesh']['ep']}" if description["expert_mesh"] else layout,
         *(held, gathered, activations),
         f"{12 * totals['trained_parameters'] / 1e9:.1f}",
     ]
@@ -179,6 +186,29 @@ def test_sizes_are_those_of_the_readme_and_the_header(name: str, tmp_path: Path)
     assert int(re.search(r"GPUs: (\d+) of", header)[1]) == totals["ranks"] == RECIPES[name].gpus
     numbers = re.findall(r"(\d+\.\d) GiB", header)
     assert numbers == [held, activations] if name == "ddp_small" else [held, gathered, activations]
+
+
+PLANNED = [
+    (name, *found)
+    for name in RECIPES
+    for found in re.findall(r"#   (\w+) (\d+): (.* GiB allocated.*)", (CONFIGS / f"{name}.yaml").read_text())
+]
+"""What comments say of a plan: the recipe, the size that is changed, its value, and the figures."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size", "value", "figures"), PLANNED)
+def test_comments_say_what_is_planned(name: str, size: str, value: str, figures: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(get_architecture(name)))
+    planned = plan(
+        f"plan --config configs/{name}.yaml --device h100 --suggest false --ranks [0]"
+        f" --model.pretrained {tmp_path} --trainer.strategy.{size} {value}"
+    )
+    allocated, held = planned["peak_bytes"] / 2**30, planned["reserved_bytes"][1] / 2**30
+    seconds = planned["step_seconds"]["estimate"]
+    assert figures == (
+        f"{allocated:.1f} GiB allocated, {held:.1f} GiB held at most ({planned['verdict']}), {seconds:.0f} s per step"
+    )
 
 
 def get_accumulation(name: str, gpus: int) -> int:

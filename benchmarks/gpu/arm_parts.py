@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.arms import (
     BASELINES,
@@ -129,7 +129,7 @@ def get_utilisation(workload: Workload, seconds: float) -> str | None:
         return None
     tokens = workload.batch_size * workload.sequence_length / workload.tp_size
     with torch.device("meta"):
-        model = LlamaForCausalLM(AutoConfig.for_model(**workload.model))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**workload.model))
     flops = get_flops_per_token(model, workload.sequence_length) * tokens
     return f"{flops / seconds / get_peak_flops_of(gpu[0], torch.bfloat16):.1%}"
 
@@ -140,4 +140,5 @@ def describe(workload: Workload) -> str:
     dtype = "weights in bfloat16" if workload.is_bfloat16 else "bf16-mixed"
     tp_size = f", tp_size {workload.tp_size}" if workload.tp_size > 1 else ""
     tokens = f"{workload.batch_size} x {workload.sequence_length} tokens"
-    return f"Llama of {layers} layers, {size} wide, {tokens}, {dtype}{tp_size}"
+    kind = "Llama" if workload.model["model_type"] == "llama" else f"mixture of {workload.model['num_experts']} experts"
+    return f"{kind}, {layers} layers, {size} wide, {tokens}, {dtype}{tp_size}"

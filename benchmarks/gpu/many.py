@@ -5,10 +5,12 @@ repeat, so that there is something to learn. The losses of both must be equal wi
 script fails. The noise is the difference between FSDP2Strategy and a run of FSDP2Strategy in float32. If two runs are
 both within the noise of the float32 run, they differ by at most twice the noise. ``--strategy fsdp2`` compares
 FSDP2Strategy with itself. With ``--tp-size``, all of them have as many tensor parallel ranks, and sequence parallelism.
+With ``--ep-size``, the model is a mixture of experts, and the compared FSDP2Strategy has as many expert parallel ranks.
 
     torchrun --nproc-per-node 8 -m benchmarks.gpu.many
     python -m benchmarks.gpu.many --strategy megatron_fsdp      # one GPU
     torchrun --nproc-per-node 4 -m benchmarks.gpu.many --strategy megatron_fsdp --tp-size 2
+    torchrun --nproc-per-node 8 -m benchmarks.gpu.many --strategy fsdp2 --ep-size 8
 """
 # ruff: noqa: T201
 
@@ -36,7 +38,7 @@ from benchmarks.gpu.arms import (
     run_ours,
 )
 from benchmarks.gpu.page import build_lines
-from benchmarks.gpu.shapes import LLAMA_1_5B
+from benchmarks.gpu.shapes import LLAMA_1_5B, make_mixture
 from benchmarks.trainings import describe_machine, get_device, process_group
 from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPConfig, MegatronFSDPStrategy
 from lightning_fsdp2.parallel.megatron import wrap
@@ -71,12 +73,12 @@ def measure(arms: Mapping[str, Arm], workload: Workload, rounds: int) -> dict[st
     return readings
 
 
-def compare(strategy: str, workload: Workload, rounds: int) -> bool:
+def compare(strategy: str, workload: Workload, rounds: int, ep_size: int = 1) -> bool:
     """Let FSDP2Strategy and another strategy take turns, print a report, and return whether their losses are equal."""
     # checkpointing needs less memory and gives the same numbers
     exact = {"float32": partial(run_ours, precision="32-true", activation_checkpointing="full")}
     in_float32 = get_losses(measure(exact, workload, 1), "float32") * rounds
-    make = partial(make_strategy, strategy, workload.tp_size)
+    make = partial(make_strategy, strategy, workload.tp_size, ep_size)
     arms: dict[str, Arm] = {OURS: run_ours, strategy: lambda *given: run_ours(*given, strategy=make())}
     readings = measure(arms, workload, rounds)
     ours, theirs = (get_losses(readings, name) for name in arms)
@@ -92,11 +94,12 @@ def compare(strategy: str, workload: Workload, rounds: int) -> bool:
     return difference <= 2 * noise
 
 
-def make_strategy(name: str, tp_size: int) -> Any:
+def make_strategy(name: str, tp_size: int, ep_size: int) -> Any:
     """Make a strategy to compare."""
-    if tp_size == 1:
-        return COMPARED[name]()
-    return COMPARED[name](tp_size=tp_size, config=TENSOR_PARALLEL[name](sequence_parallel=True))
+    options: dict[str, Any] = {"ep_size": ep_size} if ep_size > 1 else {}
+    if tp_size > 1:
+        options |= {"tp_size": tp_size, "config": TENSOR_PARALLEL[name](sequence_parallel=True)}
+    return COMPARED[name](**options)
 
 
 def get_losses(readings: Readings, name: str) -> list[list[float]]:
@@ -117,7 +120,7 @@ def print_report(readings: Readings, workload: Workload, reasons: Mapping[str, s
 
 
 def build_workload(args: argparse.Namespace) -> Workload:
-    """Build the workload from the command line: a Llama with the given sizes."""
+    """Build the workload from the command line: a Llama with the given sizes, or a mixture of experts."""
     heads = args.hidden_size // args.head_size
     model = {
         **LLAMA_1_5B,
@@ -129,7 +132,7 @@ def build_workload(args: argparse.Namespace) -> Workload:
         "num_key_value_heads": max(1, heads // 4),
     }
     return Workload(
-        model,
+        make_mixture(model, max(args.ep_size, 8)) if args.ep_size > 1 else model,
         args.batch_size,
         args.sequence_length,
         warmup_steps=args.warmup_steps,
@@ -147,6 +150,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     runs.add_argument("--strategy", choices=COMPARED, help="strategy to compare; default: run the arms")
     runs.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
     parser.add_argument("--tp-size", type=int, default=1, help="tensor parallel ranks, with --strategy; default: 1")
+    parser.add_argument("--ep-size", type=int, default=1, help="expert parallel ranks, with --strategy; default: 1")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     parser.add_argument("--warmup-steps", type=int, default=6, help="untimed steps of each round")
     parser.add_argument("--blocks", type=int, help="timed blocks of each round; default: 3, or 12 with --strategy")
@@ -161,6 +165,8 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.blocks = args.blocks or (12 if args.strategy else 3)
     if args.tp_size != 1 and args.strategy not in TENSOR_PARALLEL:
         parser.error(f"--tp-size {args.tp_size} needs --strategy {' or '.join(TENSOR_PARALLEL)}.")
+    if args.ep_size != 1 and args.strategy != "fsdp2":
+        parser.error(f"--ep-size {args.ep_size} needs --strategy fsdp2.")
     if args.strategy == "megatron_fsdp" and get_device().type not in wrap.DEVICE_TYPES:
         parser.error("--strategy megatron_fsdp needs a CUDA device, and there is none; run it where there is one.")
     return args
@@ -172,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workload = build_workload(args)
     with process_group():
         if args.strategy:
-            if not compare(args.strategy, workload, args.rounds):
+            if not compare(args.strategy, workload, args.rounds, args.ep_size):
                 sys.exit("The losses differ by more than twice the noise of bfloat16.")
             return
         left_out = [name for name in args.arms if name in NEED_CUDA and not torch.cuda.is_available()]

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.parts import TOY, Table, get_device_type, part
-from benchmarks.gpu.shapes import LLAMA_3_8B, TINY
+from benchmarks.gpu.shapes import LLAMA_3_8B, TINY, make_mixture
 from benchmarks.gpu.staged_group import STAGED, register
 from benchmarks.memory import run_forked
 from lightning_fsdp2 import (
@@ -46,6 +46,8 @@ class Layout:
     sizes: dict[str, int]
     flags: dict[str, Any] = field(default_factory=dict)
     is_megatron: bool = False
+    is_mixture: bool = False
+    """Whether the model is a mixture of experts, and not a Llama."""
 
 
 LAYOUTS = {
@@ -54,6 +56,10 @@ LAYOUTS = {
     "context parallel, allgather": Layout({"cp_size": 2}, {"context_parallel_method": "allgather"}),
     "context parallel, ulysses": Layout({"cp_size": 2}, {"context_parallel_method": "ulysses"}),
     "HSDP": Layout({"dp_replicate_size": 2}),
+    "expert parallel": Layout({"ep_size": 2}, is_mixture=True),
+    "expert + tensor + sequence parallel": Layout(
+        {"ep_size": 2, "tp_size": 2}, {"sequence_parallel": True}, is_mixture=True
+    ),
     "Megatron-FSDP": Layout({}, is_megatron=True),
     "Megatron-FSDP, double buffer": Layout({}, {"fsdp_double_buffer": True}, is_megatron=True),
     "Megatron-FSDP, tensor + sequence parallel": Layout({"tp_size": 2}, {"sequence_parallel": True}, is_megatron=True),
@@ -68,8 +74,9 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
     process to 1e-5, and each gradient to 1e-5 of its largest value. A larger difference is a race or an error of a
     kernel. The same layout on CPUs tells which. NCCL is not checked, since it needs a GPU for each rank.
     """
-    fields, length = (TINY, 32) if args.scale == TOY else (SHORT, 1024)
-    (expected,) = run_forked(partial(run_alone, fields, length, args.ranks), 1)
+    llama, length = (TINY, 32) if args.scale == TOY else (SHORT, 1024)
+    models = {False: llama, True: make_mixture(llama)}
+    expected = {kind: run_forked(partial(run_alone, models[kind], length, args.ranks), 1)[0] for kind in models}
     rows: list[list[Any]] = []
     failures: list[str] = []
     for name, layout in LAYOUTS.items():
@@ -78,8 +85,9 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
             continue
         try:
             with tempfile.TemporaryDirectory() as folder:
-                actual, *_ = run_forked(partial(run_rank, layout, fields, length, args.ranks, folder), args.ranks)
-            loss, gradient = compare(actual, expected)
+                run = partial(run_rank, layout, models[layout.is_mixture], length, args.ranks, folder)
+                actual, *_ = run_forked(run, args.ranks)
+            loss, gradient = compare(actual, expected[layout.is_mixture])
             is_right = loss <= LOSS_TOLERANCE and gradient <= 1
             rows.append([name, "equal" if is_right else "differs", loss, gradient])
         except Exception as error:  # other layouts may still be right
@@ -130,10 +138,11 @@ def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, fo
     return loss.item(), gradients
 
 
-def make_model(fields: dict[str, Any]) -> LlamaForCausalLM:
-    """Make a Llama with the same weights at every call."""
+def make_model(fields: dict[str, Any]) -> nn.Module:
+    """Make a model with the same weights at every call."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(AutoConfig.for_model(**fields)).to(get_device_type()).train()
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    return model.to(get_device_type()).train()
 
 
 def make_tokens(fields: dict[str, Any], length: int, ranks: int) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.gpu.page import get_gpu
 from benchmarks.gpu.parts import TOY, Table, get_device_type, part
-from benchmarks.gpu.shapes import LLAMA_3_70B, TINY
-from benchmarks.memory import FULL, LLAMA_3_8B, Run, Variant, build_step, make_batch, make_module, run_forked
+from benchmarks.gpu.shapes import LLAMA_3_70B, QWEN3_30B_A3B, TINY, TINY_MIXTURE
+from benchmarks.memory import CHUNKED, FULL, LLAMA_3_8B, Run, Variant, build_step, make_batch, make_module, run_forked
 from benchmarks.memory import make_trainer as make_planned_trainer
 from benchmarks.trainings import synchronize
 from lightning_fsdp2.compat.torch_simulation import simulate_world
@@ -76,6 +76,17 @@ def compare_70b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     yield from compare(run, Variant(FULL))
 
 
+@part("plan-30b-a3b", toy=60, real=120)
+def compare_30b_a3b(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
+    """Check a plan with expert parallelism: Qwen3-30B-A3B on 64 shards with ep 8, 2 x 4,096 tokens, full AC.
+
+    Each expert gets the same number of tokens, in the plan and in the step. The step also shows the cost of many small
+    products, since each rank computes an eighth of the experts.
+    """
+    run = Run(TINY_MIXTURE, 4, 1, 64, ep_size=2) if args.scale == TOY else Run(QWEN3_30B_A3B, 64, 1, 4096, 2, ep_size=8)
+    yield from compare(run, Variant(FULL, CHUNKED))
+
+
 def compare(run: Run, variant: Variant) -> Iterator[Sequence[Table]]:
     """Plan the step of rank 0, run it, and compare both."""
     device = find_device()
@@ -115,7 +126,7 @@ def measure(run: Run, variant: Variant, worker: int) -> Step:
     """Run the same step with real tensors, and return its figures. Gathered tensors have arbitrary values."""
     has_gpu = torch.cuda.is_available()
     with simulate_world(run.ranks):
-        step = build_step(run, variant, get_device_type())
+        step = build_step(run, variant, get_device_type(), has_even_routing=True)
         for _ in range(2):
             step()
         if has_gpu:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.expert_parallel import QWEN3_30B_A3B as QWEN3_30B_A3B
 from benchmarks.memory import LLAMA_3_8B
 
 LLAMA_1_5B: dict[str, Any] = {
@@ -28,3 +29,12 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
+
+
+def make_mixture(fields: dict[str, Any], experts: int = 8) -> dict[str, Any]:
+    """Make a mixture of small experts with the other sizes of a Llama. Each token uses two experts."""
+    sizes = {"moe_intermediate_size": fields["intermediate_size"] // 4, "num_experts": experts}
+    return {**fields, **sizes, "model_type": "qwen3_moe", "num_experts_per_tok": 2}
+
+
+TINY_MIXTURE = make_mixture(TINY)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.gpu.arm_parts import compare_baselines, compare_baselines_8b, compare_offload, compare_options
 from benchmarks.gpu.command import build_parser, run
+from benchmarks.gpu.experts_part import compare_experts
 from benchmarks.gpu.kernel_part import compare_kernels
 from benchmarks.gpu.save_part import compare_saves
 from benchmarks.gpu.trace_part import write_trace
@@ -18,6 +19,7 @@ from benchmarks.gpu.trace_part import write_trace
 PARTS = (
     compare_baselines,
     compare_kernels,
+    compare_experts,
     write_trace,
     compare_options,
     compare_baselines_8b,

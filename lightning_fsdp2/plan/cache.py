@@ -42,7 +42,7 @@ class Cache:
             )
 
     def get(self, knobs: Knobs) -> Summary | str | None:
-        """Return the cached summary of a layout, or the cached reason for its refusal; None if nothing is cached."""
+        """Return the cached summary of a layout, or why the layout was refused; None if nothing is cached."""
         path = self._get_path(knobs)
         try:
             return pickle.loads(path.read_bytes()) if path.exists() else None
@@ -64,8 +64,8 @@ def get_run_fingerprint(run: Run) -> str:
     """Return a string that identifies a run. It changes whenever the model, the batch, an option or the code changes.
 
     The options are those of the Trainer and the strategy. The code is every Python file that Python has loaded by the
-    time the model is built, including the user's own files and those of torch. This function builds the model in
-    ``run``, so call it in a separate process.
+    time the model is built, including the user's own files and those of torch. Call this function in a separate
+    process, since it builds the model in ``run.module`` and thereby changes that module.
     """
     trainer, batch = run.trainer, run.batch
     shapes = tree_map_only(Tensor, lambda tensor: (tensor.shape[1:], tensor.dtype), batch)

@@ -92,8 +92,8 @@ def get_batch_size(batch: Any) -> int:
     sizes = {tensor.size(0) for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.ndim > 0}
     if len(sizes) != 1:
         raise ValueError(
-            f"batch: the first dims of its tensors are {sorted(sizes)}, but a plan needs one common size, the"
-            " number of samples; give tensors of shape [samples, ...]."
+            f"batch: dim 0 of its tensors has the different sizes {sorted(sizes)}, but a plan needs one common size,"
+            " the number of samples; give tensors of shape [samples, ...]."
         )
     return sizes.pop()
 
@@ -135,7 +135,7 @@ def build_config(
         after: New settings of the run.
         strategy: Class path of the run's strategy.
         names_batch_size: Whether the data module has the option ``batch_size``.
-        has_global_batch: Whether the data module has a global batch size, from which it sets the accumulation itself.
+        has_global_batch: Whether the data module has a global batch size, from which it computes gradient accumulation.
     """
     different = get_differences(before, after)
     flags = {name: different[name] for name in after.config.to_dict() if name in different}

@@ -1,4 +1,4 @@
-"""Planning of a single rank of a run by simulating its training step."""
+"""Plan of a single rank's memory, traffic and time, from a simulation of its training step."""
 
 import logging
 import math
@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.config import DDPConfig
+from lightning_fsdp2.modules.experts import find_experts
 from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
-from lightning_fsdp2.plan.result import RankPlan, build_rank_plan, without_offloaded
+from lightning_fsdp2.plan.result import RankPlan, build_rank_plan, build_uneven_memory, without_offloaded
 from lightning_fsdp2.plan.simulation.blocks import Summary, get_few, get_optional_repetition, shorten, summarize
 from lightning_fsdp2.plan.simulation.sharding import Description
 from lightning_fsdp2.plan.simulation.step import Simulation, describe_model, simulate
@@ -44,38 +45,46 @@ class Run:
     nodes: int
     device: Device
 
-    def plan_rank(self, knobs: Knobs, rank: int) -> PlannedRank:
-        """Simulate a rank. Call this in a separate process, since it changes the trainer and the module."""
-        batch, simulation = self._simulate(knobs, rank)
+    def plan_rank(self, knobs: Knobs, rank: int, load: int | None = None) -> PlannedRank:
+        """Simulate a rank. Call this in a separate process, since it changes the trainer and the module.
+
+        With ``load``, the plan also has the rank's memory if its experts get ``load`` times as many tokens as at even
+        routing.
+        """
+        batch, simulation = self._simulate(knobs, rank, load=load)
         overlapped = get_overlapped_axes(self.trainer.strategy.config)
+        plan = build_rank_plan(rank, simulation.recording, self.device, overlapped_axes=overlapped)
+        if load is not None and simulation.loaded is not None:
+            plan = replace(plan, uneven=build_uneven_memory(load, simulation.loaded))
         return PlannedRank(
-            build_rank_plan(rank, simulation.recording, self.device, overlapped_axes=overlapped),
+            plan,
             self._get_facts(simulation.description, batch, knobs),
             simulation.is_even,
         )
 
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
-        """Simulate rank 0 with a shortened model, whose blocks are repeated ``few + further`` times.
+        """Simulate rank 0 with a shortened model that has only ``few + further`` repetitions of its blocks.
 
-        ``few`` is the result of :func:`get_few`. Call this in a separate process, since it changes the trainer and the
-        module.
+        ``few`` is the number that :func:`get_few` returns. Call this method in a separate process, since it changes the
+        trainer and the module.
 
         Returns:
             The summary of the step, and how many more repetitions the whole model has than ``few``. If the model could
             not be shortened, the second value is 0.
         """
-        few, left_out = get_few(self.trainer.strategy.config), 0
+        few, left_out, num_experts = get_few(self.trainer.strategy.config), 0, 0
         names: list[list[str]] = []
 
         def shorten_if_possible(module: nn.Module) -> None:
-            nonlocal left_out, names
+            nonlocal left_out, names, num_experts
+            num_experts = math.gcd(*(experts.num_experts for experts in find_experts(module.modules())))
             found = get_optional_repetition(module, few)
             if found is not None:
                 left_out = found.times - few
                 names = shorten(module, found, few + further)
 
         _, simulation = self._simulate(knobs, 0, change=shorten_if_possible)
-        return summarize(simulation.recording, names), left_out
+        return replace(summarize(simulation.recording, names), num_experts=num_experts), left_out
 
     def describe_model(self) -> str:
         """Build the module and describe it in a string. Call this in a separate process, since the module changes."""
@@ -83,13 +92,15 @@ class Run:
 
     def _simulate(self, knobs: Knobs, rank: int, **options: Any) -> tuple[Any, Simulation]:
         torch.set_num_threads(1)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide messages that are meant for real runs
+        # hide Lightning's info messages, which would only make sense in a real run
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         batch = apply_knobs(knobs, self.trainer, self.module, self.batch)
         simulation = simulate(
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
         )
         if getattr(knobs.config, "offload_policy", None) is not None:
-            simulation = replace(simulation, recording=without_offloaded(simulation.recording))
+            loaded = None if simulation.loaded is None else without_offloaded(simulation.loaded)
+            simulation = replace(simulation, recording=without_offloaded(simulation.recording), loaded=loaded)
         return batch, simulation
 
     def _get_facts(self, description: Description, batch: Any, knobs: Knobs) -> dict[str, Any]:

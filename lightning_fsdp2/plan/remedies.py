@@ -76,5 +76,5 @@ def _list_remedies(knobs: Knobs, *, per_node: int) -> Iterator[Knobs]:
             yield replace(halved, tp=2 * knobs.tp).with_flags(sequence_parallel=True)
         yield replace(halved, cp=2 * knobs.cp)
     if knobs.config.offload_policy is None:
-        with suppress(ValueError):  # the config refuses this for a backend without collectives for CPU tensors
+        with suppress(ValueError):  # raised by the config if the backend has no collectives for CPU tensors
             yield knobs.with_flags(offload_policy=True)

@@ -58,6 +58,18 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnevenMemory:
+    """Memory of a rank at its peak, if its experts get more tokens than at even routing."""
+
+    load: int
+    """Number of tokens that the rank's experts get in every layer, as a multiple of the number at even routing."""
+
+    peak_bytes: int
+    peak_at: str
+    reserved: Reserved
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankPlan:
     """The memory, the traffic and the time that one rank needs for an optimizer step."""
 
@@ -86,6 +98,10 @@ class RankPlan:
 
     timeline: list[Moment] = field(repr=False)
     """Memory over the step, at a limited number of moments that include the peak."""
+
+    uneven: UnevenMemory | None = None
+    """Memory if this rank's experts get more tokens than at even routing; None without expert parallelism. All other
+    values assume even routing, in which the experts of all ranks get the same number of tokens."""
 
     @property
     def peak_bytes(self) -> int:
@@ -172,13 +188,19 @@ class Plan:
 
     @property
     def reserved(self) -> Reserved:
-        """Range of the device memory that the process holds, on the rank that needs the most."""
+        """Estimated peak of the device memory that the process holds, as a range, on the rank that needs the most."""
         return max((rank.reserved for rank in self.ranks), key=lambda reserved: reserved.most)
 
     @property
     def verdict(self) -> Verdict:
         """Verdict on whether the run fits into the memory of every planned rank; see :func:`get_verdict`."""
         return get_verdict(self.peak_bytes, self.reserved, self.device)
+
+    @property
+    def uneven(self) -> UnevenMemory | None:
+        """Memory of the rank that needs the most if its experts get more tokens; None without expert parallelism."""
+        uneven = [rank.uneven for rank in self.ranks if rank.uneven is not None]
+        return max(uneven, key=lambda memory: memory.reserved.most, default=None)
 
     @property
     def at_least(self) -> float:
@@ -226,8 +248,9 @@ class Plan:
 def get_verdict(allocated: int, reserved: Reserved, device: Device) -> Verdict:
     """Return whether a run fits into the memory of ``device``.
 
-    The run "fits" if the upper end of ``reserved`` fits. It is "tight" if only the allocated bytes fit. Otherwise it
-    "does not fit".
+    The run "fits" if the device has enough memory for the upper end of ``reserved``, the estimated range of the memory
+    that the process holds. It is "tight" if there is only enough memory for the ``allocated`` bytes of its tensors.
+    Otherwise it "does not fit".
     """
     if reserved.most <= device.memory:
         return "fits"
@@ -250,13 +273,24 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
         rank=rank,
         peak=peak,
         reserved=estimate_reserved(recording),
-        peak_at=[name for begin, name in recording.marks if begin <= moment][-1],
+        peak_at=_get_part(recording, moment),
         flops=recording.flops,
         time=get_step_time(recording.operations, device, overlapped_axes=overlapped_axes),
         reached=get_step_time(recording.operations, device, overlapped_axes=overlapped_axes, as_reached=True),
         traffic=_add_up_traffic(recording, device, overlapped_axes),
         phases=[(starts[begin], name) for begin, name in recording.phases],
         timeline=_build_timeline(recording, starts),
+    )
+
+
+def build_uneven_memory(load: int, recording: Recording) -> UnevenMemory:
+    """Return a rank's memory in a recorded step in which its experts get ``load`` times as many tokens as usual."""
+    peak, moment = _find_peak(recording)
+    return UnevenMemory(
+        load=load,
+        peak_bytes=sum(peak.values()),
+        peak_at=_get_part(recording, moment),
+        reserved=estimate_reserved(recording),
     )
 
 
@@ -285,6 +319,11 @@ def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
     return {category: peak[category] for category in CATEGORIES}, at
 
 
+def _get_part(recording: Recording, moment: int) -> str:
+    """Return the name of the part of the step that ``moment`` is in."""
+    return [name for begin, name in recording.marks if begin <= moment][-1]
+
+
 def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Collection[str]) -> list[Traffic]:
     """Add up the collectives by kind and axis, and sort the sums by time, slowest first."""
     calls: dict[Any, list[Operation]] = {}
@@ -311,7 +350,7 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
 def _build_timeline(recording: Recording, starts: list[float], samples: int = 500) -> list[Moment]:
     """Divide the step into ``samples`` intervals of equal length, and return the moment of highest memory in each.
 
-    Identical micro-batches appear once.
+    If several micro-batches run the same operations, the step contains only one of them.
     """
     current: Counter[str] = Counter()
     highest: dict[int, tuple[int, Moment]] = {}

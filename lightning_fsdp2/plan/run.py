@@ -46,6 +46,13 @@ _OFFLOADED = (
 _BY_HAND = (
     "The module optimizes by hand: the plan assumes that it does with every batch what it does with the first ones."
 )
+_LOAD = 2
+"""Number of tokens that a rank's experts get at uneven routing, as a multiple of the number at even routing."""
+
+_EXPERTS = (
+    "Routing is assumed to be even: in each layer, the experts of all ranks get the same number of tokens. The memory"
+    f" at {_LOAD} times the load is that of a rank whose experts get {_LOAD} times as many tokens in every layer."
+)
 _CHANGE_STEPS = (
     "EMAWeightAveraging",
     "ExponentialMovingAverage",
@@ -86,8 +93,8 @@ def plan_run(
     """Compute the memory, the traffic and the step time of a run without its devices.
 
     Each planned rank is simulated in a separate process, with fake tensors and a fake process group. In that process,
-    the recipe shards the module, and the Trainer's loop trains it for two steps. The ``trainer`` and ``module`` of this
-    process are not changed.
+    the strategy shards the module, and the Trainer's loop trains it for two steps. The ``trainer`` and ``module`` of
+    this process are not changed.
 
     Args:
         trainer: Trainer with :class:`~lightning_fsdp2.FSDP2Strategy` or :class:`~lightning_fsdp2.DDPStrategy`. Its
@@ -139,8 +146,8 @@ def search_run(
 ) -> SearchResult:
     """Find the layout with the shortest step time, for the same number of samples per step and the same numerics.
 
-    The search varies tensor parallel sizes within a node, context parallel sizes, replicas (one, or one per node),
-    recomputation in backward, and micro-batch sizes.
+    The search varies tensor parallel sizes within a node, context parallel sizes, expert parallel sizes of mixtures
+    (assuming even routing), replicas (one, or one per node), recomputation in backward, and micro-batch sizes.
 
     Args:
         trainer: See :func:`plan_run`.
@@ -187,7 +194,8 @@ def search_run(
         on_progress=on_progress,
     )
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
-    # check with the whole model, which may need more memory than the search extrapolated from a few layers
+    # Plan the best candidates with the whole model. The search has only extrapolated their memory from a few layers,
+    # and the whole model may need more.
     planned: list[tuple[int, Plan]] = []
     for number, candidate in enumerate(found.best):
         plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
@@ -221,11 +229,12 @@ def _prepare(
 
 def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processes: int | None) -> Plan:
     """Plan ``ranks``. With ``adds_last``, also plan the last rank unless all shards are equally large."""
-    tasks = [partial(run.plan_rank, knobs, rank) for rank in ranks]
+    load = _LOAD if knobs.ep > 1 else None
+    tasks = [partial(run.plan_rank, knobs, rank, load) for rank in ranks]
     planned = [rank for _, rank in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
     is_even = planned[0].is_even
     if adds_last and not is_even:
-        planned += [rank for _, rank in run_in_processes([partial(run.plan_rank, knobs, run.world_size - 1)])]
+        planned += [rank for _, rank in run_in_processes([partial(run.plan_rank, knobs, run.world_size - 1, load)])]
     return Plan(
         **planned[0].facts,
         device=run.device,
@@ -234,14 +243,14 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
         ranks=[rank.plan for rank in planned],
         changes=[],
         notes=[
-            *_get_notes(run, is_even=adds_last and is_even),
+            *_get_notes(run, knobs, is_even=adds_last and is_even),
             *get_notes_on_extras([_get_path(type(callback)) for callback in run.trainer.callbacks]),
         ],
     )
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
-    """Return notes on the callbacks and plugins in ``paths`` whose memory and time the plan does not include."""
+    """Return notes on the callbacks and plugins, given by class path, whose memory and time a plan does not include."""
     stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
     counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
     return [f"Not taken into account: {', '.join(counted)}."] if counted else []
@@ -338,9 +347,11 @@ def _describe_batch(batch: Any, knobs: Knobs) -> Batch:
     )
 
 
-def _get_notes(run: Run, *, is_even: bool) -> list[str]:
+def _get_notes(run: Run, knobs: Knobs, *, is_even: bool) -> list[str]:
     config = run.trainer.strategy.config
     notes = [_ALIKE] if is_even else []
+    if knobs.ep > 1:
+        notes.append(_EXPERTS)
     if not run.module.automatic_optimization:
         notes.append(_BY_HAND)
     if getattr(config, "offload_policy", None) is not None:

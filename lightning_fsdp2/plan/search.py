@@ -5,6 +5,7 @@ is then planned again with the whole model.
 """
 
 import itertools
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ def search(
     left_out = 0
     layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
     groups = itertools.groupby(layouts, key=_get_model_parallel_size)
-    # try layouts with the most communication last, so that these are left out if time runs out
+    # first try the layouts with little communication, so that those with the most are left out if time runs out
     outcomes = itertools.chain.from_iterable(_climb(run, [*group], simulate) for _, group in groups)
     is_interrupted = False
     try:
@@ -131,8 +132,9 @@ def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate 
         For each layout, one value: the candidate, or the reason why the layout was refused, or None if there was no
         time to try it.
     """
+    is_start = True
     while layouts:
-        following = []
+        following: list[Knobs | None] = []
         for layout, result in simulate(layouts):
             if not isinstance(result, Summary):
                 yield result
@@ -140,7 +142,9 @@ def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate 
             candidate = _weigh(run, layout, result)
             yield candidate
             following.append(_get_next(layout, fits=candidate.verdict == "fits"))
-        layouts = [layout for layout in following if layout is not None]
+            if is_start:
+                following += _distribute_experts(run, layout, result.num_experts)
+        layouts, is_start = [layout for layout in following if layout is not None], False
 
 
 def _get_model_parallel_size(layout: Knobs) -> int:
@@ -150,8 +154,8 @@ def _get_model_parallel_size(layout: Knobs) -> int:
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
     """Yield the layouts to start from, with tensor parallelism only within nodes, and one replica or one per node.
 
-    These layouts have one sample per micro-batch and no recomputation. :func:`search` then varies the micro-batch size
-    and the recomputation.
+    These layouts have one sample per micro-batch, no recomputation and no expert parallelism. :func:`search` then
+    varies the micro-batch size, the recomputation and, for mixtures, expert parallelism.
     """
     tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
     cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))
@@ -161,7 +165,7 @@ def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterato
             continue
         for replicate in sorted({1, run.nodes} if dp % run.nodes == 0 and dp > run.nodes else {1}):
             layout = replace(
-                knobs, dp=dp, dp_replicate=replicate, tp=tp, cp=cp, batch_size=1, accumulation=knobs.samples // dp
+                knobs, dp=dp, dp_replicate=replicate, tp=tp, cp=cp, ep=1, batch_size=1, accumulation=knobs.samples // dp
             )
             yield layout.with_flags(
                 activation_checkpointing=False,
@@ -183,6 +187,18 @@ def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
         return replace(layout, batch_size=larger, accumulation=layout.accumulation // 2)
     more = _RECOMPUTATIONS[_RECOMPUTATIONS.index(layout.config.activation_checkpointing) + 1 :]
     return layout.with_flags(activation_checkpointing=more[0]) if more else None
+
+
+def _distribute_experts(run: Run, layout: Knobs, num_experts: int) -> list[Knobs]:
+    """Return variants of ``layout`` with expert parallelism; none for dense models, which have no experts.
+
+    Experts are distributed over as many ranks as possible, once within a node and once within a replica. Sizes between
+    these two are left out: compared with the larger one, they gather more weights and send hardly fewer tokens.
+    """
+    if not num_experts:
+        return []
+    most = math.gcd(num_experts, run.world_size // layout.dp_replicate)
+    return [replace(layout, ep=ep) for ep in sorted({math.gcd(most, run.device.per_node), most} - {1})]
 
 
 def _powers_of_two(most: int) -> Iterator[int]:

@@ -163,7 +163,10 @@ def _group_alike(units: list[UnitDescription]) -> list[list[UnitDescription]]:
 
 
 def _get_kind(unit: UnitDescription) -> object:
-    """Return a key to group units by. Units with equal keys differ only in resharding and in numbers in their names."""
+    """Return a key to group units by.
+
+    Units with equal keys differ only in the numbers in their names, and in whether they reshard after forward.
+    """
     modules = [_NUMBER.sub("#", name) for name in unit.modules]
     parameters = [(name, _get_look(parameter)) for name, parameter, _ in _fold_parameters(unit)]
     return modules, parameters, unit.gathered_bytes
@@ -199,7 +202,7 @@ def _get_unit_name(group: list[UnitDescription]) -> str:
 
 
 def _fold_names(names: Sequence[str]) -> str:
-    """Merge names that differ only in numbers: ``layers.0``, ``layers.1`` and ``layers.2`` to ``layers.0-2``."""
+    """Merge names that differ only in numbers: ``layers.0``, ``layers.1`` and ``layers.2`` become ``layers.0-2``."""
     numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
     ranges = iter([_fold_numbers(sorted(set(column))) for column in zip(*numbers, strict=True)])
     return _NUMBER.sub(lambda match: next(ranges), names[0])

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fsdp2.plan.knobs import Knobs
-from lightning_fsdp2.plan.result import Plan, RankPlan
+from lightning_fsdp2.plan.result import Plan, RankPlan, get_verdict
 from lightning_fsdp2.plan.run import SearchResult
 from lightning_fsdp2.plan.sharding_table import TIMES, build_table, format_bytes, format_count, make_console
 from lightning_fsdp2.plan.simulation.reserved import Reserved
@@ -37,12 +37,15 @@ def write_plan(plan: Plan, file: TextIO) -> None:
         console.print(_build_traffic_table(plan.ranks[0]), "")
     console.print(_build_time_summary(plan), "")
     console.print(_build_verdict(plan))
+    if plan.uneven is not None:
+        verdict = get_verdict(plan.uneven.peak_bytes, plan.uneven.reserved, plan.device)
+        console.print(f"at {plan.uneven.load} times the load: {verdict}")
     for note in plan.notes:
         console.print(f"\n{note}")
 
 
 def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None:
-    """Write the best layouts of a search, and how many layouts do not fit, were refused or were not tried."""
+    """Write the best layouts of a search, and count those that do not fit, are not supported or were not tried."""
     console, found = make_console(file), result.search
     if found.best:
         table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")
@@ -58,6 +61,8 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
                 candidate.reason,
             )
         console.print(table, "")
+        if any(candidate.knobs.ep > 1 for candidate in found.best[:limit]):
+            console.print("Layouts with ep assume that the experts of all ranks get the same number of tokens.\n")
     counts = [f"Layouts: {found.tried} planned, of which {found.too_large} do not fit"]
     counts += [f"{sum(found.refused.values())} refused"] if found.refused else []
     counts += [f"{found.left_out} left out for lack of time"] if found.left_out else []
@@ -132,6 +137,13 @@ def _build_memory_table(plan: Plan) -> Table:
     table.add_row("allocated", *(format_bytes(rank.peak_bytes) for rank in plan.ranks), style="bold")
     table.add_row("held", *(_format_range(rank.reserved) for rank in plan.ranks))
     table.add_row("in the", *(rank.peak_at for rank in plan.ranks))
+    uneven = [rank.uneven for rank in plan.ranks if rank.uneven is not None]
+    if uneven:
+        table.add_section()
+        name = f"at {uneven[0].load} times the load"
+        table.add_row(f"allocated {name}", *(format_bytes(memory.peak_bytes) for memory in uneven), style="bold")
+        table.add_row(f"held {name}", *(_format_range(memory.reserved) for memory in uneven))
+        table.add_row("in the", *(memory.peak_at for memory in uneven))
     return table
 
 

@@ -18,14 +18,16 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
 
     Args:
         tasks: Functions without arguments. Their results are pickled; the functions are not.
-        processes: Number of tasks that run at once. None for the number of CPUs that this process may use.
+        processes: Number of tasks that run at once. None means one per CPU that this process may use.
 
     Yields:
         The index of each task in ``tasks``, with its result, in the order in which the tasks finish.
 
     Raises:
-        Exception: The first error that a task raises to refuse the run. The other tasks are stopped.
-        RuntimeError: When a task raises another error (with its traceback), or its process was killed.
+        Exception: When a task rejects the run with an error message for the user. The same error is raised here, and
+            the other tasks are stopped.
+        RuntimeError: When a task raises any other error, whose traceback becomes the message, or when the process of a
+            task was killed.
         ValueError: When ``processes`` is less than 1.
     """
     if processes is not None and processes < 1:
@@ -51,7 +53,7 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
 
 
 def get_result_or_refusal(task: Callable[[], T]) -> T | str:
-    """Return the result of ``task``, or the error message if the strategy, the model or the data refuses the task."""
+    """Return the result of ``task``. If a check in ``task`` rejects the run, return the error message instead."""
     try:
         return task()
     except ValueError as error:

@@ -37,7 +37,7 @@ def read_parts(folder: Path, name: str) -> dict[str, Any]:
     "parts",
     [
         ["attention", "waits", "plan-8b", "parity"],
-        pytest.param(["tests", "plan-8b-tp", "plan-70b"], marks=pytest.mark.slow),
+        pytest.param(["tests", "plan-8b-tp", "plan-70b", "plan-30b-a3b"], marks=pytest.mark.slow),
     ],
     ids=["usual", "rest"],
 )
@@ -55,8 +55,8 @@ def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        ["baselines", "attention-kernels", "save", "trace"],
-        pytest.param(["baselines-8b", "options", "offload"], marks=pytest.mark.slow),
+        ["attention-kernels", "save", "trace"],
+        pytest.param(["baselines", "experts", "baselines-8b", "options", "offload"], marks=pytest.mark.slow),
     ],
     ids=["usual", "rest"],
 )
@@ -270,6 +270,14 @@ def test_a_strategy_is_compared_with_fsdp2_under_tensor_parallelism(strategy: st
     assert "1 x 16 tokens, bf16-mixed, tp_size 2" in report
 
 
+@pytest.mark.slow
+def test_expert_parallelism_is_compared_with_fsdp2() -> None:
+    report, code = run_many("--strategy", "fsdp2", "--ep-size", "2", "--rounds", "2", ranks=2)
+    assert code is None
+    assert read_rows(report) == ["arm", "---", "FSDP2Strategy", "fsdp2"]
+    assert "mixture of 8 experts" in report
+
+
 class WrongStrategy(DDPStrategy):
     """Steps as if the learning rate were another."""
 
@@ -311,6 +319,7 @@ def test_a_comparison_takes_more_steps() -> None:
         (["--arms", "fast"], "invalid choice: 'fast'"),
         (["--strategy", "megatron_fsdp"], "needs a CUDA device"),
         (["--strategy", "ddp", "--tp-size", "2"], "--tp-size 2 needs --strategy fsdp2 or megatron_fsdp"),
+        (["--strategy", "ddp", "--ep-size", "2"], "--ep-size 2 needs --strategy fsdp2"),
         (["--tp-size", "2"], "--tp-size 2 needs --strategy fsdp2 or megatron_fsdp"),
     ],
 )

@@ -75,6 +75,7 @@ class Recipe:
 PRETRAINED = {"model.init_args.pretrained": "model"}
 LLAMA_8B = 8_030_261_248
 LLAMA_70B = 70_553_706_496
+QWEN3_30B = 30_532_122_624
 
 QWEN3_30B_A3B: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -92,6 +93,58 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1.0e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1.0e-6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+TINY_QWEN3_MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+TINY_DEEPSEEK_V3 = {
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
 }
 
 RECIPES = {
@@ -115,17 +168,23 @@ RECIPES = {
         LLAMA_8B, gpus=8, ranks=4, changes={**PRETRAINED, "trainer.strategy.init_args.cp_size": 2}
     ),
     "qwen3_30b_a3b_fsdp2": Recipe(
-        30_532_122_624,
+        QWEN3_30B,
         gpus=32,
-        changes={
-            "model.init_args.config": {
-                "moe_intermediate_size": 16,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "head_dim": 16,
-            }
-        },
+        changes={"model.init_args.config": TINY_QWEN3_MOE},
         architecture=QWEN3_30B_A3B,
+    ),
+    "qwen3_30b_a3b_fsdp2_ep8": Recipe(
+        QWEN3_30B,
+        gpus=8,
+        changes={"trainer.strategy.init_args.ep_size": 2, "model.init_args.config": TINY_QWEN3_MOE},
+        architecture=QWEN3_30B_A3B,
+    ),
+    "deepseek_v3_fsdp2_tp2_sp_ep64": Recipe(
+        671_026_404_352,
+        gpus=256,
+        ranks=4,
+        changes={"trainer.strategy.init_args.ep_size": 4, "model.init_args.config": TINY_DEEPSEEK_V3},
+        architecture=DEEPSEEK_V3,
     ),
     "sft_llama3_8b": Recipe(LLAMA_8B, gpus=8, changes=PRETRAINED, marks=()),
     "lora_llama3_70b_tp2": Recipe(LLAMA_70B, gpus=8, ranks=4, changes=PRETRAINED),

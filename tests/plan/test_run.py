@@ -231,6 +231,24 @@ def test_the_products_of_experts_count() -> None:
     assert rank.flops == pytest.approx(6 * 256 * (2 * layer + 128 * 512) + 2 * attention, rel=0.01)
 
 
+def test_a_rank_whose_experts_get_more_tokens_keeps_more_for_backward(usual: Plan) -> None:
+    planned = plan(FSDP2Strategy(ep_size=4), make_batch(1, 256), module=CausalLM(config=MIXTRAL))
+    assert planned.uneven is not None
+    rows = 256 * 2  # a token has two experts, and a rank gets as many rows as it sends
+    # of each further row, in bfloat16: itself, both projections, the activation of one, and their product
+    kept = 2 * (128 + (2 + 1 + 1) * 256)
+    layers = 2
+    assert planned.uneven.peak_bytes - planned.peak_bytes == pytest.approx(layers * rows * kept, rel=0.01)
+    assert planned.to_dict()["ranks"][0]["uneven"]["peak_bytes"] == planned.uneven.peak_bytes
+    text = describe(planned)
+    assert "allocated at 2 times the load" in text
+    assert "Routing is assumed to be even" in text
+    assert usual.uneven is None
+    # all ranks are a group of experts and of shards
+    axes = {(entry.kind, entry.axis) for entry in planned.ranks[0].traffic}
+    assert {("all-to-all", "ep"), ("all-gather", "dp_shard")} <= axes
+
+
 # ---------------------------------------------------------------------- what does not fit
 
 
@@ -317,7 +335,10 @@ class WithoutLoss(Normalized):
         ({"ranks": [4]}, "ranks=.4.: choose from 0 to 3"),
         ({"strategy": FSDP2Strategy(tp_size=3)}, "tp_size=3 = 3 does not divide the world size 4"),
         ({"strategy": FSDP2Strategy(tp_size=4)}, "tp_size=4 does not divide num_key_value_heads=2"),
-        ({"batch": {"input_ids": torch.zeros(2, 8), "other": torch.zeros(3)}}, "first dims of its tensors are .2, 3."),
+        (
+            {"batch": {"input_ids": torch.zeros(2, 8), "other": torch.zeros(3)}},
+            "dim 0 of its tensors has the different sizes .2, 3.",
+        ),
         ({"datamodule": None, "batch": None}, "A plan needs the shapes of a batch"),
         (
             {"datamodule": TextDataModule(dataset="nowhere", batch_size=3, global_batch_size=16)},

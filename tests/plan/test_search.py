@@ -12,7 +12,10 @@ from torch.optim import SGD
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
 from lightning_fsdp2.plan import SearchResult, get_device, search_run
 from lightning_fsdp2.plan.cache import get_run_fingerprint
+from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run
+from lightning_fsdp2.plan.simulation.blocks import Summary
+from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.table import write_search
 from lightning_fsdp2.plan.workers import run_in_processes
 
@@ -89,6 +92,24 @@ def test_what_needs_least_is_told_where_nothing_fits() -> None:
     assert result.plan is None
     assert result.search.closest is not None
     assert result.search.closest.peak_bytes > 0.001 * 2**30
+
+
+@pytest.mark.parametrize(("experts", "sizes"), [(0, {1}), (4, {1, 2, 4}), (6, {1, 2}), (3, {1})])
+def test_experts_are_distributed_over_a_node_and_over_a_replica(
+    experts: int, sizes: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Knobs] = []
+
+    def simulate(run: Run, layouts: list[Knobs], **options: Any) -> Any:
+        tried.extend(layouts)
+        summary = Summary([], {"forward": 2**60}, Reserved(2**60, 2**60), num_experts=experts)
+        return [(layout, summary) for layout in layouts]
+
+    monkeypatch.setattr("lightning_fsdp2.plan.search.simulate_all", simulate)
+    run_search(FSDP2Strategy(ep_size=4))
+    assert {layout.ep for layout in tried} == sizes
+    assert all(4 // layout.dp_replicate % layout.ep == 0 for layout in tried)
+    assert len(set(map(str, tried))) == len(tried)
 
 
 def test_without_time_nothing_is_tried() -> None:

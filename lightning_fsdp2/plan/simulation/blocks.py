@@ -1,4 +1,4 @@
-"""Extrapolation from a few of a model's layers to the whole model, since each further layer adds the same amount.
+"""Extrapolation from a few of a model's layers to the whole model, since each further layer has the same cost.
 
 A model with many layers repeats a few kinds of blocks. Such a model is simulated twice: with a few repetitions, and
 with one more. The difference between the two results is the contribution of one repetition, which gives the result for
@@ -35,13 +35,15 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a recording: its operations without their order, and its peaks of memory."""
+    """Summary of a recording: its operations without their order, and its memory peaks."""
 
     operations: list[Operation]
     peaks: dict[str, int]
     """Largest number of bytes in use in each part of the step."""
 
     reserved: Reserved
+    num_experts: int = 0
+    """Number of experts of each mixture, or the largest number that divides all of them; 0 for dense models."""
 
     @property
     def peak_bytes(self) -> int:
@@ -52,8 +54,9 @@ class Summary:
 def get_few(config: Any) -> int:
     """Return the number of repetitions in the shorter simulation, for a config of ``FSDP2Strategy``.
 
-    The blocks at each end of the model may use memory differently from the blocks in the middle. The number of such
-    blocks at each end is the number that FSDP2 prefetches, but at least two.
+    Repetitions at the ends of the model may use memory differently from those in the middle. The number of such
+    repetitions at each end is assumed to be FSDP2's prefetch depth (the larger of forward and backward), but at least
+    two.
     """
     return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
@@ -86,7 +89,11 @@ def _get_layer_types(model: Any) -> list[str]:
 
 
 def shorten(module: nn.Module, repetition: Repetition, times: int) -> list[list[str]]:
-    """Remove all but the first ``times`` repetitions, in place, and return the names of each repetition's blocks."""
+    """Remove all but the first ``times`` repetitions of the model's blocks, in place.
+
+    Returns:
+        For each remaining repetition, the names of its blocks.
+    """
     (blocks,) = get_layer_lists(module)
     kept = blocks[: repetition.first + times * repetition.period]
     left_out = set(blocks[len(kept) :])
@@ -141,7 +148,10 @@ def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
-    """Extrapolate to ``steps`` more repetitions than the summary ``few`` has. ``more`` has one more than ``few``.
+    """Extrapolate from the summaries of two short models to a longer model.
+
+    The model of ``more`` has one more repetition of the blocks than the model of ``few``. The longer model has
+    ``steps`` more repetitions than the model of ``few``.
 
     The memory in use grows or shrinks by the same amount from each block to the next. The peak is therefore near the
     first or the last block.
@@ -159,7 +169,8 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
     reserved = Reserved(
         first.least + (second.least - first.least) * steps, first.most + (second.most - first.most) * steps
     )
-    return Summary([replace(operation, times=count) for operation, count in counts.items() if count], peaks, reserved)
+    operations = [replace(operation, times=count) for operation, count in counts.items() if count]
+    return replace(few, operations=operations, peaks=peaks, reserved=reserved)
 
 
 def _get_kind(block: nn.Module) -> Any:

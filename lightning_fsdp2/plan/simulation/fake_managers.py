@@ -53,7 +53,7 @@ class _FakeDDPManager(DDPManager):
                 "find_unused_parameters=True: DDP reads values to learn which parameters a step has used, but a plan"
                 " has no values; plan the run without this option."
             )
-        # turn off static_graph, for which DDP reads the values of tensors; it affects neither traffic nor memory
+        # turn off static_graph: it makes DDP read the values of tensors, and affects neither traffic nor memory
         super().__init__(replace(config, static_graph=False), device_mesh)
         self._mode = mode
         self.buckets: dict[int, Tensor] = {}
@@ -69,7 +69,7 @@ class _FakeDDPManager(DDPManager):
         return wrapper
 
     def get_optional_hook(self, parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
-        # the reducer's own all-reduce would wait for a result that the fake process group never gives
+        # replace the reducer's own all-reduce, which would wait for a result that the fake process group never delivers
         hook = super().get_optional_hook(parameters) or _all_reduce
 
         def observe(
@@ -77,7 +77,7 @@ class _FakeDDPManager(DDPManager):
             bucket: dist.GradBucket,  # type: ignore[name-defined]
         ) -> torch.futures.Future[Tensor]:
             buffer = bucket.buffer()
-            # buckets from `_Reducer` are real tensors: record the fake tensors that operations use in their place
+            # a bucket that `_Reducer` rebuilt is a real tensor: record the fake tensor that operations use instead
             self.buckets[bucket.index()] = buffer if self._mode.is_our_fake(buffer) else self._mode.from_tensor(buffer)
             return cast(torch.futures.Future[Tensor], hook(group, bucket))
 

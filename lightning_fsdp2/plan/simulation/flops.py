@@ -13,8 +13,9 @@ from lightning_fsdp2.parallel.context import segment_attention  # noqa: F401  ma
 def get_optional_flop_formula(operation: Any) -> Callable[..., int] | None:
     """Return the function that counts the FLOPs of a torch operation; None for an operation without FLOPs.
 
-    ``torch.utils.flop_counter`` does not know the CPU's fused attention and the grouped products of experts (torch 2.11
-    to 2.15). For causal attention, only half of the FLOPs are counted, since kernels skip the masked half.
+    ``torch.utils.flop_counter`` does not cover the CPU's fused attention, or the grouped matrix products of a mixture
+    of experts (torch 2.11 to 2.15). For causal attention, only half of the FLOPs are counted, since kernels skip the
+    masked half.
     """
     formulas: dict[Any, Callable[..., int]] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
@@ -61,9 +62,10 @@ def _count_attention_backward(
 
 
 def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any) -> int:
-    """Count the FLOPs of segment attention: products of queries and keys, and of attention weights and values.
+    """Count the FLOPs of ``segment_attention``, in which queries attend only to keys of the same segment.
 
-    The last argument in ``segments`` is the number of query-key pairs.
+    These are the products of queries and keys, and of attention weights and values. The last argument in ``segments``
+    is the number of query-key pairs.
     """
     return 2 * segments[-1] * query.size(1) * (query.size(-1) + value.size(-1))
 
@@ -71,14 +73,17 @@ def _count_segments(query: Tensor, key: Tensor, value: Tensor, *segments: Any, *
 def _count_segments_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *segments: Any, **options: Any
 ) -> int:
-    """Count the FLOPs of the backward of segment attention.
+    """Count the FLOPs of the backward of ``segment_attention``.
 
-    The backward repeats the first of the forward's two products. Each of the forward's two products also needs two
-    products for its gradients.
+    Forward computes two matrix products: queries with keys, and attention weights with values. Backward computes five:
+    it repeats the product of queries with keys, and each of forward's two products needs two more for its gradients.
     """
     return 2 * segments[-1] * query.size(1) * (3 * query.size(-1) + 2 * value.size(-1))
 
 
 def _get_shape(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Return the shape of keys or values as if each query head had its own, as torch 2.11's counter requires."""
+    """Return the shape that keys or values would have with one head per query head.
+
+    The counter of torch 2.11 requires this shape.
+    """
     return (*query.shape[:2], *tensor.shape[2:])

@@ -1,4 +1,4 @@
-"""Construction of a run's model on the meta device, as on one rank of a simulated world of any size."""
+"""Construction of a model on the meta device, as one rank of a simulated world of any size would build it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

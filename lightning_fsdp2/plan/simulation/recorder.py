@@ -152,7 +152,10 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """Axis of the mesh that fits the collective's purpose best; ``"other"`` if the group is outside of the mesh."""
+        """Name of the mesh axis over which the collective runs; ``"other"`` for a group outside of the mesh.
+
+        If several axes consist of the same ranks, this is the axis that fits the collective's purpose best.
+        """
         order = _AXES_OF_UNITS if self.is_of_unit else _AXES
         return next((axis for axis in order if axis in self.group.axes), "other")
 
@@ -189,7 +192,10 @@ class Operation:
 
 @dataclass(eq=False)
 class Allocation:
-    """Storage of one or more tensors. Its category is read at the end of the step, since it may become known late."""
+    """Storage of one or more tensors.
+
+    Its category is read at the end of the step, since it may not be known yet when the storage is allocated.
+    """
 
     phase: str
     """Phase in which the storage was allocated."""
@@ -200,7 +206,7 @@ class Allocation:
 
     @property
     def category(self) -> str:
-        """Category of the storage. Temporaries and activations with a last dim of the vocabulary's size are logits."""
+        """Category of the storage. Temporaries and activations whose last dim has the vocabulary's size are logits."""
         return LOGITS if self.is_of_vocabulary and self.label in (TEMPORARIES, ACTIVATIONS) else self.label
 
 
@@ -246,14 +252,14 @@ class StepRecorder(TorchDispatchMode):
     """Dispatch mode that records every operation, every change in the size of a storage, and each storage's category.
 
     FSDP2's unsharded weights, unsharded gradients and communication buffers are recognised by FSDP2's own operations on
-    them. Logits, and tensors that the loss computes from logits, are recognised by a last dim of the vocabulary's size.
-    Activations are the step's inputs, the model's buffers, and all other tensors from forward that are still alive when
-    backward begins. All remaining tensors are temporaries, including recomputed activations. Tensors that tensor
-    parallelism gathers or reduces are activations or temporaries. Workspace that an operation allocates internally is
-    not recorded.
+    them. Logits, and tensors that the loss computes from logits, are recognised because the size of their last dim is
+    that of the vocabulary. Activations are the step's inputs, the model's buffers, and all other tensors from forward
+    that are still alive when backward begins. All remaining tensors are temporaries, including recomputed activations.
+    Tensors that tensor parallelism gathers or reduces are activations or temporaries. Workspace that an operation
+    allocates internally is not recorded.
 
     torch's own ``FSDPMemTracker`` is not used: it relies on FSDP2's hooks, records neither logits nor traffic, and
-    needs an earlier step.
+    requires that another step has run before the recorded one.
 
     Args:
         groups: Groups of ranks, by the names that torch gives to their process groups.
@@ -284,12 +290,12 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # on a DTensor: torch calls the operation again on the local tensors
+            return NotImplemented  # do not record operations on DTensors: torch repeats them on the local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = _get_tensors(result)
         if results and results[0].device.type == "meta":
-            return result  # on meta tensors: DTensor only asks for the shape of the result
+            return result  # do not record operations on meta tensors: DTensor only needs the shapes of their results
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
         for tensor in results:
             allocation = self._observe(tensor.untyped_storage())
@@ -310,16 +316,16 @@ class StepRecorder(TorchDispatchMode):
 
     @property
     def part(self) -> str:
-        """Name of the current part of the step."""
+        """Name of the current part of the step, such as the forward of one layer."""
         return self._marks[-1][1]
 
     def begin(self, phase: str, part: str | None = None) -> None:
-        """Begin a phase of the step, and the first part of the phase."""
+        """Begin a phase of the step, such as backward, and the first part of this phase."""
         self._phases.append((len(self._operations), phase))
         self.mark(part or phase)
 
     def mark(self, part: str) -> None:
-        """Begin a part of the current phase."""
+        """Begin a part of the current phase, such as the forward of one layer."""
         self._marks.append((len(self._operations), part))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
@@ -415,8 +421,9 @@ class _OperationKind:
     def count_bytes(self, args: Any, kwargs: Any, result: Any) -> int:
         """Count the bytes that a call reads and writes.
 
-        A call writes the arguments that its schema declares as changed, and the results that do not share a storage
-        with an argument. If a call writes nothing, such as a reshape, the count is 0, however large its arguments are.
+        A call writes the arguments that its schema declares as mutated, and the results that do not share a storage
+        with an argument. For a call that writes nothing, such as a reshape, the count is 0, however large its arguments
+        are.
         """
         given = self._name(args, kwargs)
         tensors = _get_tensors([value for name, value in given.items() if name not in self._unread])
@@ -447,7 +454,7 @@ def _get_tensors(values: Any) -> list[Tensor]:
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of the elements that ``tensors`` have in memory. An expanded dim counts as one element."""
+    """Count the bytes of the elements that ``tensors`` have in memory. An expanded dim counts as a dim of size 1."""
     return sum(
         math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
         * tensor.itemsize

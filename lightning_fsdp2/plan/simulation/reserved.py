@@ -84,7 +84,8 @@ def play_through(changes: Iterable[MemoryChange]) -> int:
             allocator.free(blocks.pop(change.storage))
         size = sizes[change.storage] = sizes.get(change.storage, 0) + change.bytes
         if size:
-            # FSDP2 allocates communication buffers on separate streams, and each stream has its own blocks
+            # FSDP2 allocates communication buffers on separate streams, and torch's allocator keeps separate blocks for
+            # each stream
             stream = int(change.category == COMMUNICATION_BUFFERS)
             blocks[change.storage] = allocator.allocate(size, stream)
     return allocator.reserved
@@ -127,8 +128,9 @@ class _Block:
 
 
 class _Allocator:
-    """Model of torch's CUDA allocator, which hands out the smallest of a stream's free blocks that is large enough.
+    """Model of torch's CUDA allocator.
 
+    Of a stream's free blocks that are large enough, it hands out the smallest.
     The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``.
     """
 

@@ -1,6 +1,6 @@
 """Description of a model's sharding over any number of ranks, computed in one process without weights in memory.
 
-The model is built on the meta device and sharded by the recipe itself, as on rank 0 of a simulated world.
+The model is built on the meta device, as on rank 0 of a simulated world, and sharded by the same code as in training.
 """
 
 import math
@@ -162,7 +162,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     """Shard ``module`` as far as possible without devices."""
     config = manager.config
     if isinstance(manager, FSDP2Manager):
-        # turn off compilation, which does not affect the description and may need CUDA
+        # turn off compilation, which may need CUDA and does not affect how the module is sharded
         manager.config = replace(config, enable_async_tensor_parallel=False, enable_compile=False)
         manager.parallelize(module, materializes=False)
     if not isinstance(config, MegatronFSDPConfig):
@@ -230,7 +230,10 @@ def _describe_units(
 
 
 def _get_unit(name: str, module: nn.Module, unit_of: dict[nn.Module, Unit]) -> Unit:
-    """Return the unit of the innermost module that contains the parameter called ``name`` and has a unit."""
+    """Return the unit to which the parameter called ``name`` belongs.
+
+    This is the unit of the innermost module that contains the parameter and has a unit of its own.
+    """
     owner = name
     while owner:
         owner = owner.rpartition(".")[0]
@@ -269,7 +272,10 @@ def _get_placements(parameter: Tensor, mesh: DeviceMesh) -> dict[str, str]:
 
 
 def _is_gathered(parameter: DTensor) -> bool:
-    """Return whether data parallel ranks shard a parameter, even if there is only one such rank."""
+    """Return whether a parameter is sharded over the data parallel ranks.
+
+    This is also True if there is only one data parallel rank, whose shard is the whole parameter.
+    """
     return parameter.device_mesh.mesh_dim_names != (TENSOR_PARALLEL,)
 
 

@@ -1,8 +1,8 @@
 """Simulation of one rank's training step, without devices, other ranks or tensor values.
 
-The Trainer's own loop runs the strategy's own step on a module that the recipe has sharded. Only the process group and
-the tensors are fake. Collectives of torch's fake process group return at once. Fake tensors have shapes and dtypes, but
-no memory.
+The Trainer's own loop runs the strategy's own step on a module that was sharded as in training. Only the process group
+and the tensors are fake. Collectives of torch's fake process group return at once. Fake tensors have shapes and dtypes,
+but no memory.
 """
 
 import traceback
@@ -64,6 +64,9 @@ class Simulation:
     is_even: bool
     """Whether all ranks hold shards of the same sizes."""
 
+    loaded: Recording | None
+    """Recording of the step in which this rank's experts get more tokens than at even routing, if it was asked for."""
+
 
 def simulate(
     trainer: "Trainer",
@@ -73,6 +76,7 @@ def simulate(
     world_size: int,
     num_nodes: int = 1,
     rank: int = 0,
+    load: int | None = None,
     change: Callable[[nn.Module], None] = lambda module: None,
 ) -> Simulation:
     """Simulate an optimizer step on one of ``world_size`` ranks, after a first step that creates the optimizer states.
@@ -86,6 +90,8 @@ def simulate(
         world_size: Number of ranks.
         num_nodes: Number of nodes. With ``dp_replicate_size="auto"``, there is one replica per node.
         rank: Rank to simulate.
+        load: If given, simulate one more step, in which this rank's experts get ``load`` times as many tokens as with
+            even routing.
         change: Function that is called with ``module`` after the model is built and before it is sharded.
 
     Raises:
@@ -113,20 +119,19 @@ def simulate(
             for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
                 call_module_hook(trainer, hook)
             fake_batch = tree_map_only(Tensor, torch.empty_like, batch)
-            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):  # DDP's second step rebuilds buckets
+            # run two steps with DDP before recording, because DDP rebuilds its gradient buckets in the second step
+            for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):
                 _run_step(trainer, fake_batch, micro_batches=1)
-            with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
-                _label_state(recorder, module, trainer.optimizers, fake_batch)
-                recorder.label(get_buckets(strategy), COMMUNICATION_BUFFERS)
-                with _mark_blocks(recorder, module):
-                    _run_step(trainer, fake_batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
-                recording = recorder.get_recording()
+            recording, loaded = _record_step(trainer, module, fake_batch, mesh), None
+            if load is not None:
+                assume_even_routing(module, load=load)
+                loaded = _record_step(trainer, module, fake_batch, mesh)
     if all(name != "backward" for _, name in recording.phases):
         raise ValueError(
             f"{get_class_name(module)}: its step runs no backward, so there is nothing to plan; return a loss from"
             " training_step, or call manual_backward."
         )
-    return Simulation(description, recording, is_even)
+    return Simulation(description, recording, is_even, loaded)
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
@@ -154,8 +159,9 @@ def check_strategy(strategy: Any) -> FSDP2Strategy | DDPStrategy:
     if isinstance(strategy, FSDP2Strategy | DDPStrategy):
         return strategy
     raise TypeError(
-        f"plan simulates the steps of FSDP2Strategy and DDPStrategy, not of {type(strategy).__name__}: use one of them,"
-        " such as trainer.strategy=fsdp2, or measure the run on devices. Megatron-FSDP needs buffers on CUDA."
+        f"plan simulates the steps of FSDP2Strategy and DDPStrategy, but not of {type(strategy).__name__}: use"
+        " FSDP2Strategy or DDPStrategy (such as trainer.strategy=fsdp2), or measure the run on devices. Megatron-FSDP"
+        " cannot be simulated, because it needs buffers on CUDA."
     )
 
 
@@ -169,8 +175,9 @@ def _check_has_no_values(module: nn.Module) -> None:
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     if real:
         raise ValueError(
-            f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have values, but a plan works"
-            " without values; build the module under `with torch.device('meta')`, or its model in configure_model."
+            f"{get_class_name(module)}: {real[0]} and {len(real) - 1} other parameters have real values, but a plan"
+            " needs parameters that have no values; build the module under `with torch.device('meta')`, or build its"
+            " model in configure_model."
         )
 
 
@@ -180,6 +187,15 @@ def _choose_foreach(optimizers: list[Optimizer]) -> None:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
+
+
+def _record_step(trainer: Any, module: Any, batch: Any, mesh: DeviceMesh) -> Recording:
+    with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
+        _label_state(recorder, module, trainer.optimizers, batch)
+        recorder.label(get_buckets(trainer.strategy), COMMUNICATION_BUFFERS)
+        with _mark_blocks(recorder, module):
+            _run_step(trainer, batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
+        return recorder.get_recording()
 
 
 def _run_step(trainer: Any, batch: Any, *, micro_batches: int, recorder: StepRecorder | None = None) -> None:
@@ -214,7 +230,7 @@ def _log_with_values(log: Callable[..., None], name: str, value: Any, *args: Any
 
 
 class _Phases(Callback):
-    """Callback that tells a recorder which phase the step is in."""
+    """Callback that tells the step recorder when the backward and the optimizer phase of a step begin."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
@@ -232,7 +248,7 @@ class _Phases(Callback):
 def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
     """Add hooks that tell the recorder which layer is running, and remove them after the ``with`` block.
 
-    The head gets no hooks, since a chunked loss requires a head without hooks.
+    The output head (``lm_head``) gets no hooks, because the chunked loss refuses a head with forward hooks.
     """
 
     def begin_forward(name: str, block: nn.Module, args: Any) -> None:
@@ -250,7 +266,7 @@ def _mark_blocks(recorder: StepRecorder, module: nn.Module) -> Iterator[None]:
     names = {block: name for name, block in module.named_modules()}
     handles = []
     for block in find_structure(module).layers:
-        # prepend the hook, so that it runs before FSDP2's own hook, which gathers the unit
+        # prepend the hook, so that it runs before FSDP2's own hook, which gathers the block's parameters
         handles.append(block.register_forward_pre_hook(partial(begin_forward, names[block]), prepend=True))
         handles.append(block.register_forward_hook(partial(end_forward, names[block])))
     yield
@@ -271,7 +287,7 @@ def _explain_dependence_on_data(module: nn.Module) -> Iterator[None]:
 
 
 def _find_user(trace: TracebackType | None) -> str:
-    """Return the file name, line number and text of the innermost line of the traceback that is outside of torch."""
+    """Return the file name, line number and text of the traceback's innermost frame outside of torch."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
@@ -289,7 +305,7 @@ def _label_state(recorder: StepRecorder, module: nn.Module, optimizers: list[Opt
 
 
 def _get_gradients(module: nn.Module) -> list[Tensor]:
-    # gradients in DDP's buckets are real tensors, but detach() returns the fake tensors that operations use for them
+    # gradients in DDP's buckets are real tensors: detach() returns the fake tensors that operations use instead
     return [parameter.grad.detach() for parameter in module.parameters() if parameter.grad is not None]
 
 
@@ -307,29 +323,35 @@ def _is_even(module: nn.Module) -> bool:
 
 
 def _get_groups(mesh: DeviceMesh) -> dict[str, Group]:
-    """Return the ranks of each process group, by torch's name of the group. Two groups may have the same ranks.
+    """Return the mesh axes and the ranks of each process group. The keys are torch's names of the groups.
 
-    The groups of experts keep their own axis, since they may have the ranks of an axis with a different purpose.
+    If several axes consist of the same ranks, the group of each is returned with the names of all these axes. The group
+    of an expert axis is returned only with its own name, because the other axes may serve a different purpose. But if
+    torch uses one group for an expert axis and for other axes, as it may for all ranks, this group is returned with the
+    names of all these axes.
     """
     axes: dict[tuple[int, ...], list[str]] = {}
-    ranks: dict[str, tuple[int, ...]] = {}
-    of_experts: dict[str, Group] = {}
+    others: dict[str, tuple[int, ...]] = {}
+    groups: dict[str, Group] = {}
     for view in get_views(mesh):
         for axis in view.mesh_dim_names or ():
             group = view.get_group(axis)
-            ranks[group.group_name] = members = tuple(dist.get_process_group_ranks(group))
+            members = tuple(dist.get_process_group_ranks(group))
             if axis in (EFSDP, EXPERT_PARALLEL):
-                of_experts[group.group_name] = Group((axis,), members)
+                groups[group.group_name] = Group((axis,), members)
             else:
+                others[group.group_name] = members
                 axes.setdefault(members, []).append(axis)
-    groups = {name: Group(tuple(axes[members]), members) for name, members in ranks.items() if name not in of_experts}
-    return groups | of_experts
+    for name, members in others.items():
+        of_experts = groups[name].axes if name in groups else ()
+        groups[name] = Group((*axes[members], *of_experts), members)
+    return groups
 
 
 def _get_vocabulary(module: nn.Module, mesh: DeviceMesh) -> set[int]:
-    """Return the sizes of the models' vocabularies, and of the part of each that a tensor parallel rank holds.
+    """Return the sizes of the models' vocabularies and of their tensor parallel shards, which identify logits.
 
-    Sizes that also occur in other parameters are left out, since they would not identify logits.
+    A size that is also a dim of another parameter is left out, because tensors of that size may not be logits.
     """
     tp = get_mesh(mesh, TENSOR_PARALLEL).size()
     sizes = {cast(Any, parts.module).config.get_text_config().vocab_size for parts in find_structure(module).models}

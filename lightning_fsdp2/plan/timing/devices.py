@@ -34,9 +34,9 @@ class Device:
     per_node: int = 8
 
     def get_peak_flops(self, dtype: torch.dtype) -> float:
-        """Return the peak of dense floating-point operations per second.
+        """Return the peak rate of dense floating-point operations, in operations per second.
 
-        For float32, return the peak of TensorFloat-32 if torch is set to use it.
+        For float32, return the peak rate of TensorFloat-32 if torch is set to use it.
         """
         return get_peak_flops_of(self.name, dtype)
 
@@ -102,7 +102,7 @@ def get_device(
     product_tflops: float | None = None,
     attention_tflops: float | None = None,
 ) -> Device:
-    """Return a device of :data:`DEVICES`, in which the given numbers replace the device's own.
+    """Return the device ``name`` from :data:`DEVICES`. Any number that is given replaces the device's own number.
 
     Args:
         name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` or ``"mi300x"``.

@@ -1,11 +1,11 @@
 """Rates that kernels and collectives reach in practice, each from a publication.
 
-The numbers of a data sheet give bounds, and the rates here give estimates. The rate of matrix products is the fastest
-that was measured for any shape. The rate of attention depends on the head size and the number of keys. Attention rates
-are those of FlashAttention-2, the kernel that context parallel attention calls.
+The numbers in a data sheet give lower bounds for the time of a step, and the rates here give estimates. The rate of
+matrix products is the fastest that was measured for any shape. The rate of attention depends on the head size and the
+number of keys. Attention rates are those of FlashAttention-2, the kernel that context parallel attention calls.
 
 Sources:
-    Products: Bekman, "Maximum Achievable Matmul FLOPS", bfloat16
+    Matrix products: Bekman, "Maximum Achievable Matmul FLOPS", bfloat16
         (https://github.com/stas00/ml-engineering/tree/master/compute/accelerator).
     Attention: Shah et al., figures 5 and 6, FlashAttention-2 on an H100 (https://arxiv.org/abs/2407.08608); Dao, A100
         (https://arxiv.org/abs/2307.08691); https://github.com/Dao-AILab/flash-attention/issues/1589, B200.

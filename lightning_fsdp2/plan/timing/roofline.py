@@ -2,8 +2,10 @@
 
 This is the roofline model (https://doi.org/10.1145/1498765.1498785). An operation takes the time for its FLOPs at the
 peak rate, or the time for its reads and writes at the memory bandwidth, whichever is longer. A collective takes the
-time for its bytes to go around a ring over the slowest link of its group, without latency. With the rates of the data
-sheet, the result is a lower bound. With the rates of :mod:`~lightning_fsdp2.plan.timing.rates`, it is an estimate.
+time for its bytes to go around a ring over the slowest link of its group, without latency. In an all-to-all, each rank
+sends different bytes to each of the others, so what leaves the node goes through the rank's own network adapter. With
+the rates of the data sheet, the result is a lower bound. With the rates of
+:mod:`~lightning_fsdp2.plan.timing.rates`, it is an estimate.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,7 +18,7 @@ from lightning_fsdp2.plan.simulation.recorder import Collective, Group, Operatio
 from lightning_fsdp2.plan.timing.devices import Device
 from lightning_fsdp2.sizes import DP_REPLICATE
 
-_ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2, "broadcast": 1}
+_ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "broadcast": 1}
 """Number of times that a collective's bytes go around a ring. An all-reduce is a reduce-scatter and an all-gather."""
 
 
@@ -101,18 +103,32 @@ def get_bandwidth(group: Group, device: Device) -> float:
 
     A ring across nodes uses several network adapters at once: one for each rank of the group on a node.
     """
-    nodes = {rank // device.per_node for rank in group.ranks}
-    if len(nodes) == 1:
+    nodes = _count_nodes(group, device)
+    if nodes == 1:
         return device.link_bandwidth
-    return min(device.link_bandwidth, device.network_bandwidth * len(group.ranks) / len(nodes))
+    return min(device.link_bandwidth, device.network_bandwidth * len(group.ranks) / nodes)
 
 
 def _get_collective_seconds(collective: Collective, device: Device) -> float:
     ranks = len(collective.group.ranks)
     if ranks < 2:
         return 0.0
+    if collective.kind == "all-to-all":
+        return _get_all_to_all_seconds(collective, device)
     share = (ranks - 1) / ranks
     return _ROUNDS.get(collective.kind, 1) * collective.bytes * share / get_bandwidth(collective.group, device)
+
+
+def _get_all_to_all_seconds(collective: Collective, device: Device) -> float:
+    """Return the time of an all-to-all in which each rank sends an equal part of its bytes to every rank."""
+    ranks = len(collective.group.ranks)
+    on_node = ranks / _count_nodes(collective.group, device)
+    seconds_per_byte = max((on_node - 1) / device.link_bandwidth, (ranks - on_node) / device.network_bandwidth)
+    return collective.bytes / ranks * seconds_per_byte
+
+
+def _count_nodes(group: Group, device: Device) -> int:
+    return len({rank // device.per_node for rank in group.ranks})
 
 
 @cache

@@ -208,7 +208,7 @@ def test_a_step_that_depends_on_values_is_refused() -> None:
 def test_other_strategies_are_refused() -> None:
     def run() -> None:
         trainer = make_trainer("auto", precision="32-true")
-        with pytest.raises(TypeError, match="not of SingleDeviceStrategy: use one of them"):
+        with pytest.raises(TypeError, match="not of SingleDeviceStrategy: use FSDP2Strategy or DDPStrategy"):
             simulate(trainer, make_module(), make_batch(), world_size=2)
 
     run_ranks(run, 1, group=False)

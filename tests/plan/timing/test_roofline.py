@@ -48,6 +48,20 @@ def test_an_all_reduce_goes_around_twice() -> None:
     assert get_seconds(make_call("all-reduce", Group((), (5,)), 10**12), DEVICE) == 0
 
 
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        ((0, 1, 2, 3), 3),  # a node: 3 of 4 parts of 100 GB, at 100 GB/s
+        ((0, 4, 8, 12), 30),  # one of each node: the same through an adapter
+        ((0, 1, 4, 5), 20),  # two of each: 2 of 4 parts leave the node, through each rank's own adapter
+        (tuple(range(16)), 30),  # 12 of 16 parts of 25 GB leave
+    ],
+)
+def test_in_an_all_to_all_each_rank_sends_its_own_bytes_to_other_nodes(ranks: tuple[int, ...], seconds: float) -> None:
+    call = make_call("all-to-all", Group((), ranks), 400 * 10**9)
+    assert get_seconds(call, DEVICE) == pytest.approx(seconds)
+
+
 def test_units_are_gathered_beside_operations_and_the_rest_is_waited_for() -> None:
     operations = [
         Operation(312 * 10**12, 0, torch.bfloat16),
