@@ -1,4 +1,4 @@
-"""Support for old import paths. Importing from one still works, with a warning that names the new path."""
+"""Support for old import paths. They still work, but importing from them emits a warning that names the new path."""
 
 import importlib
 import sys

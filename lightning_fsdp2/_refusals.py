@@ -11,7 +11,7 @@ REFUSALS = (*USER_ERRORS, TypeError, ImportError, OSError)
 
 _REFUSERS = ("lightning_fsdp2.", "lightning.fabric.plugins.environments.")
 
-# matches the message of an error that this package raised in a DataLoader worker, with the traceback that torch adds
+# Matches an error that this package raised in a DataLoader worker. torch puts the worker's traceback into the message.
 _WORKERS_REFUSAL = re.compile(
     r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback .*"
     r'File "[^"\n]*[/\\]lightning_fsdp2[/\\][^"\n]*", line \d+, in \S+\n    raise [^\n]*\n(?:  [^\n]*\n)*\w+: (.*)',
@@ -22,7 +22,7 @@ _WORKERS_REFUSAL = re.compile(
 def is_refusal(error: BaseException) -> bool:
     """Return whether Lightning or this package raised ``error`` on purpose, to refuse a run.
 
-    Any other error is a bug, even if its class is in ``REFUSALS``.
+    Any other error is a bug, even if its class is one that this package also uses for refusals, such as ``ValueError``.
     """
     traceback = error.__traceback__
     if isinstance(error, MisconfigurationException) or traceback is None or _WORKERS_REFUSAL.match(str(error)):

@@ -56,7 +56,7 @@ def dtype_from_str(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Rule for a field that must keep its default. The field exists only so that the error can name an alternative."""
+    """Rule for a field that must keep its default. Any other value raises an error, which names an alternative."""
 
     allowed: object
     """The default, which is the only accepted value."""
@@ -86,7 +86,7 @@ class _Flags:
     """Base class of the configs, with their common methods."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name. The copy is shallow: policy objects and plans are not copied."""
+        """Return a dict of the fields by name. It is a shallow copy: policy objects and plans are not copied."""
         return {flag.name: getattr(self, flag.name) for flag in fields(self)}  # type: ignore[arg-type]
 
     def _set(self, name: str, value: object) -> None:
@@ -94,7 +94,7 @@ class _Flags:
         object.__setattr__(self, name, value)
 
     def _check_refused(self, **init_only: object) -> None:
-        """Refuse values other than the default for the fields in ``_REFUSED``.
+        """Refuse any value other than the default for the fields in ``_REFUSED``, which cannot be changed.
 
         Args:
             init_only: Values of the ``InitVar`` fields, which the config does not store.
@@ -106,7 +106,7 @@ class _Flags:
                 raise refusal.error(f"{name}={value!r} {refusal.reason}; {refusal.remedy}")
 
     def _check_bools(self) -> None:
-        """Refuse values that are not bools for bool flags, because a string such as ``"false"`` would count as true."""
+        """Raise a TypeError if a bool flag has a value of another type: the string ``"false"`` would count as true."""
         for flag in fields(self):  # type: ignore[arg-type]
             value = getattr(self, flag.name)
             if flag.type is bool and not isinstance(value, bool):
@@ -432,7 +432,10 @@ FLAGS_OF_A_RUN = (
 
 
 def spell_alike(config: DistributedConfig) -> DistributedConfig:
-    """Return ``config`` with the word "full" for ``activation_checkpointing=True``, which means the same."""
+    """Return ``config`` with ``activation_checkpointing=True`` replaced by its synonym ``"full"``.
+
+    This way, two configs that mean the same also compare equal.
+    """
     return replace(config, activation_checkpointing="full") if config.activation_checkpointing is True else config
 
 
@@ -531,8 +534,8 @@ def _check_context_parallel_inputs(value: object) -> None:
     for name, dim in value.items():
         if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int | None):
             raise TypeError(
-                f"{option}[{name!r}]={dim!r} must map an argument's name to the dim of the sequence, an int; use None "
-                "for a tensor without such a dim."
+                f"{option}[{name!r}]={dim!r} must map an argument's name to the sequence dim (an int), or to None for "
+                "a tensor without a sequence dim."
             )
 
 
@@ -540,7 +543,7 @@ def _check_zero_dp_strategy(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"zero_dp_strategy={value!r} must be an int; use 0, 1, 2 or 3.")
     if value not in range(4):
-        raise ValueError(f"zero_dp_strategy={value} is unknown; use 0, 1, 2 or 3 (which shards parameters too).")
+        raise ValueError(f"zero_dp_strategy={value} is unknown; use 0, 1, 2 or 3 (3 also shards the parameters).")
 
 
 def _check_unit_modules(value: object) -> None:

@@ -107,7 +107,7 @@ def create_device_mesh(
         dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size, ep_size=ep_size
     )
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    resolved = sizes.resolve(world_size=world_size, num_nodes=num_nodes)
+    resolved = sizes.resolve_for_run(world_size=world_size, num_nodes=num_nodes)
     return build_device_mesh(resolved, config, device_type=device_type)
 
 
@@ -132,7 +132,7 @@ def build_device_mesh(
     if not dist.is_initialized():
         atexit.register(destroy_process_group)
         if world_size == 1:
-            # a plain script has a single process, and no launcher that sets an address for the store
+            # without a launcher, no address is set for a TCPStore, but a single process needs only a HashStore
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
         elif backend is not None:
@@ -141,7 +141,8 @@ def build_device_mesh(
     views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in view_sizes.items()}
     device_mesh = views[_MESH_AXES]
     for view in views.values():
-        # store all views on each view, since DeviceMesh does not give access to the other views
+        # Each view arranges the same ranks in different axes. Store all views on each view, because torch offers no way
+        # to get from one view to the others.
         setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
     return device_mesh
 
@@ -230,7 +231,7 @@ def get_extra_group(device_mesh: DeviceMesh, purpose: str, ranks: Sequence[int])
     because every group takes up device memory.
 
     Args:
-        device_mesh: Mesh that keeps the group. The group has the timeout of the mesh's groups.
+        device_mesh: Mesh on which the group is stored. The group gets the same timeout as the groups of the mesh.
         purpose: Name of the purpose, such as ``"all-gathers"``.
         ranks: Global ranks of the group.
     """
@@ -243,7 +244,7 @@ def get_extra_group(device_mesh: DeviceMesh, purpose: str, ranks: Sequence[int])
 
 
 def get_extra_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the groups that :func:`get_extra_group` has created for ``device_mesh`` and its other views."""
+    """Return the groups that :func:`get_extra_group` has created for ``device_mesh`` or another view of its mesh."""
     return list(get_views(device_mesh)[0].__dict__.get(_GROUPS_ATTRIBUTE, {}).values())
 
 
@@ -364,13 +365,13 @@ def get_expert_meshes(
 
     Args:
         device_mesh: Mesh of all other parameters.
-        moe_mesh: Mesh of the experts, with the axis ``"ep"`` and, if each expert is sharded, ``"ep_shard"`` or
-            ``"efsdp"``; with ``"dp_replicate"``, experts are replicated over this axis. None for the view that
-            :func:`create_device_mesh` has made for ``ep_size``. A mesh from other software has no such view.
+        moe_mesh: Mesh that distributes experts over the axis ``"ep"``, shards each over ``"ep_shard"`` or ``"efsdp"``,
+            and may replicate experts over ``"dp_replicate"``. None uses the experts' view of a ``device_mesh`` from
+            :func:`create_device_mesh`. Meshes from other software have no such view.
 
     Raises:
-        ValueError: When ``moe_mesh`` has other axes or other ranks, or another number of expert parallel ranks than
-            ``device_mesh``.
+        ValueError: When ``moe_mesh`` has other axes, or when it differs from ``device_mesh`` in its ranks or its number
+            of expert parallel ranks.
     """
     is_ours = hasattr(device_mesh, _VIEWS_ATTRIBUTE)
     ep, mesh = get_optional_mesh(device_mesh, EXPERT_PARALLEL) if is_ours else None, device_mesh
@@ -386,7 +387,7 @@ def get_expert_meshes(
 
 
 def check_no_expert_parallel(device_mesh: DeviceMesh, sharder: str) -> None:
-    """Refuse a mesh that was made for expert parallelism, which ``sharder`` does not have.
+    """Refuse a mesh that was made for expert parallelism, because ``sharder`` does not support it.
 
     Raises:
         ValueError: When the mesh has several expert parallel ranks.
@@ -433,12 +434,12 @@ def _check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh, ep_size: int)
         )
     if set(moe_mesh.mesh.flatten().tolist()) != set(device_mesh.mesh.flatten().tolist()):
         raise ValueError(
-            f"moe_mesh={moe_mesh} and device_mesh={device_mesh} have different ranks; build both of the same ranks."
+            f"moe_mesh={moe_mesh} and device_mesh={device_mesh} have different ranks; build both from the same ranks."
         )
     if ep_size not in (1, moe_mesh[EXPERT_PARALLEL].size()):
         raise ValueError(
             f"moe_mesh={moe_mesh} has {moe_mesh[EXPERT_PARALLEL].size()} expert parallel ranks, but device_mesh was"
-            f" built with ep_size={ep_size}; leave one of them out."
+            f" built with ep_size={ep_size}; leave out moe_mesh or ep_size."
         )
 
 
@@ -456,7 +457,7 @@ def _check_world_size(world_size: int) -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one. Otherwise, a gloo thread may abort the process when it exits."""
+    """Destroy the process group, if there is one, so that no gloo thread aborts the process at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
         _wait_for_threads()
@@ -466,21 +467,21 @@ def _wait_for_threads(seconds: float = 1.0) -> None:
     """Wait until no gloo thread is running, for at most ``seconds``. This works only on Linux.
 
     Shortly after a collective, a gloo thread releases a tensor, for which it needs the Python interpreter. If the
-    interpreter is already finalizing, it ends the thread, and the process aborts ("terminate called without an active
+    interpreter is already finalizing, it kills the thread, and the process aborts ("terminate called without an active
     exception"). ``destroy_process_group`` does not prevent this abort, because meshes and hooks keep groups and their
     threads alive.
     """
     end = time.monotonic() + seconds
     is_running = True
     while is_running and time.monotonic() < end:
-        time.sleep(0.01)  # sleeping releases the GIL, so a gloo thread that waits for it can run
+        time.sleep(0.01)  # sleeping releases the GIL, so a gloo thread that waits for the GIL can run
         is_running = any("(pt_gloo_runloop) R" in _read(path) for path in Path("/proc/self/task").glob("*/stat"))
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # the thread has ended in the meantime
+    except OSError:  # the thread ended before its file was read
         return ""
 
 

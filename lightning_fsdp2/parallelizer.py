@@ -133,8 +133,8 @@ def fsdp2_strategy_parallelize(
 def _choose_offload_policy(policy: OffloadPolicy | None, cpu_offload: bool) -> CPUOffloadPolicy | None:
     if policy is None:
         return CPUOffloadPolicy(pin_memory=False) if cpu_offload else None
-    # An instance of torch's base class means no offloading.
-    # The config refuses any other object that is not a CPUOffloadPolicy.
+    # An instance of torch's base class `OffloadPolicy` means no offloading.
+    # The config refuses all other objects that are not a CPUOffloadPolicy.
     return None if type(policy) is OffloadPolicy else cast(CPUOffloadPolicy, policy)
 
 
@@ -264,6 +264,10 @@ def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
     Use it for ``generate``, to compute log-probabilities, or to read parameters. All ranks must enter the block, and
     each must have memory for the whole model. Changes to the parameters inside the block are lost.
 
+    Inside the block, a single rank can call the model, unless the model uses tensor, context or expert parallelism. The
+    ranks of these groups communicate in each forward, so all of them must call the model equally often. If they
+    ``generate`` from different prompts, pass ``synced_gpus=True``.
+
     Raises:
         RuntimeError: When a backward after the block needs the weights that were gathered inside it.
     """
@@ -284,12 +288,13 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """
     parts = find_parts(model)
     plan = get_plan(parts, "hf")
-    unmatched = match_plan(parts, plan).unmatched  # unmatched entries are for other models of the same family
+    # leave out entries that match nothing in this model: they are for other models of the same family
+    unmatched = match_plan(parts, plan).unmatched
     return {name: to_torch_style(style) for name, style in plan.items() if name not in unmatched}
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style's name in transformers' plans.
+    """Return the :class:`torch.distributed.tensor.parallel.ParallelStyle` for a style name from transformers' plans.
 
     If torch has no such style, the class comes from :mod:`lightning_fsdp2.parallel.tensor.styles`.
 

@@ -18,9 +18,9 @@ class WarmupCosine(LambdaLR):
     """Learning rate schedule with a linear warm-up, followed by a cosine decay to ``min_ratio`` of the full rate.
 
     The full rate is the optimizer's learning rate. The first step already has a rate above 0. After ``total_steps`` the
-    rate stays at its minimum. A resumed run continues at the step that it had reached, but on the curve of its new
-    arguments, so a resumed run can have a different ``total_steps``. The cosine decay is that
-    of `SGDR <https://arxiv.org/abs/1608.03983>`_.
+    rate stays at its minimum. A resumed run continues at the saved step, but uses its own arguments, so it can have a
+    different ``total_steps`` from the earlier run. The cosine decay is that of
+    `SGDR <https://arxiv.org/abs/1608.03983>`_.
 
     Args:
         optimizer: Optimizer to schedule. Each of its parameter groups warms up to its own learning rate.
@@ -47,7 +47,7 @@ class WarmupCosine(LambdaLR):
             raise ValueError(
                 f"WarmupCosine(min_ratio={min_ratio}) must be from 0 to 1; use 0.1 to end at a tenth of the rate."
             )
-        # `state_dict` does not save the arguments of a partial, so a resumed run uses its own arguments
+        # use a partial: `state_dict` does not save a partial's arguments, so a resumed run uses its own arguments
         factor = partial(_get_factor, warmup_steps=warmup_steps, total_steps=total_steps, min_ratio=min_ratio)
         super().__init__(optimizer, factor)
 
@@ -74,7 +74,8 @@ class WarmupCosine(LambdaLR):
         if not is_known:
             raise ValueError(
                 "WarmupCosine(total_steps=None) ends with the run, but the number of steps of this run is not known:"
-                " its data is a stream, or a time limit ends the run. Set the Trainer's max_steps, or total_steps."
+                " its data is a stream, or a time limit ends the run. Set max_steps of the Trainer, or total_steps"
+                " of WarmupCosine."
             )
         if steps <= warmup_steps:
             rank_zero_info(

@@ -1,7 +1,9 @@
-"""The parallel sizes of a run, and the numbers of ranks along the axes of its mesh that follow from them."""
+"""The sizes of a run's data, tensor, context and expert parallelism, and the resulting sizes of the mesh axes."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
@@ -20,7 +22,7 @@ EP_SHARD = "ep_shard"
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Number of ranks along each axis of the world mesh. Their product, without ``ep``, is the world size."""
+    """Number of ranks along each axis of a run's mesh. The product of all sizes except ``ep`` is the world size."""
 
     dp_replicate: int
     dp_shard: int
@@ -87,6 +89,20 @@ class ParallelSizes:
                 f" cp_size={cp} x tp_size={tp}), which share the experts; use one of {_divisors(ranks)}."
             )
         return MeshSizes(dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp, ep=ep)
+
+    def resolve_for_run(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
+        """Compute the sizes at the start of a run, and warn if experts' tokens have to travel between nodes.
+
+        The arguments and errors are those of :meth:`resolve`. The warning is logged on global rank 0.
+        """
+        sizes = self.resolve(world_size=world_size, num_nodes=num_nodes)
+        ranks = world_size // num_nodes
+        if ranks % sizes.ep:
+            rank_zero_warn(
+                f"ep_size={sizes.ep} does not divide the {ranks} ranks of a node, so tokens travel between nodes to"
+                f" their experts, which is much slower than within a node; prefer one of {_divisors(ranks)}."
+            )
+        return sizes
 
     def _resolve_dp_size(self, world_size: int, cp: int, tp: int) -> int:
         size = self.dp_size

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -532,3 +533,13 @@ def test_a_group_that_was_made_here_ends_with_the_process() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.split() == ["True", "False"]
+
+
+def test_experts_on_several_nodes_are_warned_of() -> None:
+    sizes = ParallelSizes(ep_size=16)
+    with pytest.warns(UserWarning, match=r"ep_size=16 does not divide the 8 ranks of a node.*one of \[1, 2, 4, 8\]"):
+        sizes.resolve_for_run(world_size=32, num_nodes=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sizes.resolve_for_run(world_size=32, num_nodes=2)
+        replace(sizes, ep_size=8).resolve_for_run(world_size=32, num_nodes=4)

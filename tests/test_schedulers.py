@@ -131,7 +131,7 @@ def test_causal_lm_ends_it_where_the_trainer_ends(tmp_path: Path) -> None:
 
 def test_a_run_of_unknown_length_is_refused_and_another_one_than_given_warns() -> None:
     for steps in (math.inf, -1):
-        with pytest.raises(ValueError, match="Set the Trainer's max_steps, or total_steps"):
+        with pytest.raises(ValueError, match="Set max_steps of the Trainer, or total_steps of WarmupCosine"):
             make(warmup_steps=4)[1].fit_to_run(steps)
         make(warmup_steps=4, total_steps=12)[1].fit_to_run(steps)
     with pytest.raises(ValueError, match="does not know how many steps the run has"):

@@ -1,5 +1,7 @@
 """Lightning callbacks that measure, protect and save training runs."""
 
+from lightning_fsdp2.callbacks.expert_bias import ExpertBias
+from lightning_fsdp2.callbacks.expert_load import ExpertLoad
 from lightning_fsdp2.callbacks.exponential_moving_average import ExponentialMovingAverage
 from lightning_fsdp2.callbacks.flight_recorder import FlightRecorder
 from lightning_fsdp2.callbacks.garbage_collection import GarbageCollection
@@ -18,6 +20,8 @@ from lightning_fsdp2.callbacks.step_profiler import StepProfiler
 from lightning_fsdp2.callbacks.throughput import Throughput
 
 __all__ = [
+    "ExpertBias",
+    "ExpertLoad",
     "ExponentialMovingAverage",
     "FlightRecorder",
     "GarbageCollection",

@@ -54,9 +54,9 @@ class ExponentialMovingAverage(Callback):
         self._updates = 0
         self._last_step = 0
         self._loaded: dict[str, Tensor] | None = None
-        # weight shards that currently hold averages instead, each with a copy of the weights to restore
+        # weight shards that currently hold averages, each paired with a copy of the weights to restore later
         self._replaced: list[tuple[Tensor, Tensor]] = []
-        # the result of `_pair`, cached because finding the shards takes one operation per shard
+        # the matching shards of averages and weights, cached because finding them takes one operation per shard
         self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,9 +73,8 @@ class ExponentialMovingAverage(Callback):
         if self._loaded is not None:
             if changed := self._loaded.keys() ^ trained.keys():
                 raise ValueError(
-                    "The parameters with a moving average in the checkpoint and the parameters that this run trains"
-                    f" differ in {list_names(changed)}. Train the same parameters, or load only the checkpoint's"
-                    " weights."
+                    "The checkpoint holds moving averages, but not for the same parameters that this run trains; these"
+                    f" differ: {list_names(changed)}. Train the same parameters, or load only the checkpoint's weights."
                 )
             self._take_loaded(pl_module)
         elif self._module is not pl_module or self.averages.keys() != trained.keys():
@@ -145,10 +144,10 @@ class ExponentialMovingAverage(Callback):
             weight.copy_(own)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loaded is not None:  # the checkpoint to evaluate holds averages
+        if self._loaded is not None:  # a checkpoint with averages was loaded for evaluation
             self._take_loaded(pl_module)
         elif trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
-            self._module = None  # the module's weights now come from a checkpoint without averages
+            self._module = None  # the weights were loaded from a checkpoint without averages
         if pl_module is self._module:
             self._put_in(pl_module)
         else:

@@ -16,9 +16,9 @@ _DESTINATION = "TORCH_FR_DUMP_TEMP_FILE"
 class FlightRecorder(Callback):
     """Callback that writes the last collectives of every rank to files if a run fails in a collective.
 
-    By default, the files are next to the run's other files. torch always keeps the last 2,000 collectives of each rank.
-    To keep a different number, set ``TORCH_FR_BUFFER_SIZE`` in the launcher's environment, because torch reads this
-    variable when it creates the first process group.
+    By default, the files are written next to the run's other files. Even without this callback, torch keeps the last
+    2,000 collectives of each rank in memory. To keep a different number, set ``TORCH_FR_BUFFER_SIZE`` in the launcher's
+    environment, because torch reads this variable when it creates the first process group.
 
     NCCL's watchdog writes NCCL's collectives to ``nccl_rank_<r>``. Without this callback, the watchdog would write this
     file to the home directory on each node. ``torchfrtrace <dirpath> --prefix nccl_rank_`` shows which rank was missing
@@ -47,7 +47,7 @@ class FlightRecorder(Callback):
             self._folder = Path(self._replaced).parent
         else:
             self._folder = Path(self.dirpath or Path(root) / "flight_records").resolve()
-            # this is early enough, because torch reads the variable only when it first writes a file
+            # torch reads this environment variable only when it first writes a file, so it is not too late to set it
             os.environ[_DESTINATION] = str(self._folder / "nccl_rank_")
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -58,7 +58,8 @@ class FlightRecorder(Callback):
             rank_zero_info(f"FlightRecorder: {self._folder} has the last collectives of each rank.")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning does not call `teardown` after an exception, so the watchdog can still use the variable
+        # After an exception, torch's watchdog needs the environment variable to write its file. Lightning does not call
+        # `teardown` in this case, so the variable stays set.
         self._folder = None
         if self._replaced is None:
             os.environ.pop(_DESTINATION, None)

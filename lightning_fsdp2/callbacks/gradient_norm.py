@@ -65,7 +65,7 @@ def must_measure(trainer: Trainer) -> bool:
 
 
 def reports_norm(trainer: Trainer) -> bool:
-    """Return whether gradients are clipped by norm under a strategy that reports the norm to observers."""
+    """Return whether gradients are clipped by norm under a strategy that supports :func:`observe_clipping`."""
     clips = cast(Any, trainer).gradient_clip_val and cast(Any, trainer).gradient_clip_algorithm in (None, "norm")
     return bool(clips) and hasattr(trainer.precision_plugin, "norm_observers")
 
@@ -75,7 +75,8 @@ def observe_clipping(trainer: Trainer, observer: Callable[[Tensor], None]) -> No
 
     The norm is a tensor on the device.
     """
-    ignore_clipping(trainer, observer)  # the observer may be left over from a run that ended with an error
+    # remove the observer first, because it may still be registered after a run that ended with an error
+    ignore_clipping(trainer, observer)
     if hasattr(trainer.precision_plugin, "norm_observers"):
         cast(Any, trainer.precision_plugin).norm_observers.append(observer)
 

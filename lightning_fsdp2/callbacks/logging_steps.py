@@ -41,7 +41,8 @@ def gather_numbers(trainer: Trainer, numbers: Sequence[float | Tensor]) -> Tenso
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Pass metrics of the current step to the loggers, and to callbacks that monitor a metric.
 
-    ``self.log`` would keep the metrics as tensors, and Lightning would then read these tensors after every batch.
+    ``self.log`` would store the metrics as tensors on the device. Lightning would then read these tensors after every
+    batch, and each read makes the host wait for the device.
     """
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=get_logged_step(trainer))

@@ -55,7 +55,7 @@ _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chun
 
 
 def get_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak speed of a device without sparsity, in floating-point operations per second.
+    """Return a device's peak speed without sparsity, in floating-point operations per second.
 
     Raises:
         ValueError: When the peak is not known.
@@ -87,8 +87,8 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
     the same size Q.
 
     * N is the number of parameters that a token is multiplied by. The input embedding does not count, unless it is also
-      the head. Of a layer's experts, N includes only as many as a token is routed to. A frozen weight counts as two
-      thirds, since it gets no gradient.
+      the head. In a mixture-of-experts layer that routes each token to k experts, only k experts count. A frozen weight
+      counts as two thirds, since it gets no gradient.
     * T is the sequence length, or the layer's attention window if that is shorter.
     * H is the number of attention heads, and d_key and d_value are the sizes of a key and a value.
 

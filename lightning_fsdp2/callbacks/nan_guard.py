@@ -68,5 +68,5 @@ class NaNGuard(Callback):
         self._check("norm of the gradients", norm)
 
     def _check(self, name: str, value: Tensor) -> None:
-        # this comparison is false for NaN too, and neither the loss nor the norm can be minus infinity
+        # `value < math.inf` is false for infinity and for NaN; the loss and the norm are never minus infinity
         assert_async(value < math.inf, f"NaNGuard: the {name} of step {self._step} is not finite. {_REMEDY}")

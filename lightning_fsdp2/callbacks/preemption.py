@@ -52,7 +52,7 @@ class Preemption(Callback):
     (https://github.com/Lightning-AI/pytorch-lightning/issues/21487).
 
     With Lightning's ``SLURMEnvironment(auto_requeue=True)``, the environment's ``requeue_signal`` is handled too. After
-    this signal, rank 0 queues the job again, and the new job finds the checkpoint without a ``ckpt_path``.
+    this signal, rank 0 queues the job again, and the new job finds the checkpoint even if no ``ckpt_path`` is set.
 
     Args:
         signals: Names of the signals to handle besides SIGTERM. If the program has its own handler for one of these
@@ -112,7 +112,7 @@ class Preemption(Callback):
         The hook ``on_train_batch_end`` would be too early, because other callbacks and the logging of metrics run after
         it.
         """
-        # leave only after an optimizer step, because checkpoints hold no accumulated gradients
+        # end the fit only after an optimizer step, because checkpoints do not hold accumulated gradients
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             self._leave_if_told(trainer)
@@ -133,7 +133,7 @@ class Preemption(Callback):
         self.on_train_end(trainer, pl_module)
 
     def _ask(self, trainer: Trainer) -> None:
-        """Start to exchange received signals between the ranks, while the optimizer or the model runs."""
+        """Start telling the other ranks about received signals, while the optimizer or the model runs."""
         if self._get_agreed is None and not self._ends_by_itself:
             self._get_agreed = cast(Any, trainer.strategy).start_maximum(self._received)
 
@@ -153,7 +153,8 @@ class Preemption(Callback):
             return
         if (environment := _get_optional_slurm(trainer)) and number == environment.requeue_signal:
             rank_zero_only(_requeue)()
-        trainer.strategy.barrier()  # a launcher may kill the other ranks as soon as one has ended
+        # wait for all ranks, because a launcher may kill the remaining ranks as soon as one rank has ended
+        trainer.strategy.barrier()
         raise SystemExit(self._get_exit_code(trainer, number))
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
@@ -209,10 +210,10 @@ def _save(trainer: Trainer, number: signal.Signals) -> None:
 
 
 def _link_for_slurm(trainer: Trainer, path: str) -> None:
-    """Let a requeued SLURM job find the last checkpoint, by a link at the path from which the job resumes.
+    """Create a link to the last checkpoint, at the path from which a requeued SLURM job resumes.
 
-    The link stays valid if a later checkpoint replaces the last one at the same path. In an object store, the
-    checkpoint is saved a second time instead.
+    If a later checkpoint replaces the last checkpoint at the same path, the link points to the new one. In an object
+    store, no link is created. Instead, the checkpoint is saved a second time.
     """
     place = get_slurm_checkpoint_path(trainer)
     if is_local(get_path(path)) and is_local(get_path(place)):

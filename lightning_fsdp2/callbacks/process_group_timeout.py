@@ -73,7 +73,7 @@ class ProcessGroupTimeout(Callback):
     def _wait_long(self, trainer: Trainer, pl_module: LightningModule) -> None:
         cast(Any, trainer.strategy).set_group_timeout(None)
 
-    # when a checkpoint is saved, the strategy itself sets the long timeout
+    # saving a checkpoint needs no hook here, because the strategy itself sets the long timeout for it
     on_validation_start = on_train_epoch_end = on_train_end = _wait_long
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

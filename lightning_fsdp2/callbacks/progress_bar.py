@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import TimeRemainingColumn
 from typing_extensions import override
 
+from lightning_fsdp2.callbacks.expert_load import ExpertLoad
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.throughput import Throughput
@@ -18,8 +19,9 @@ _BAR_WIDTH = 6
 class TrainingProgressBar(RichProgressBar):
     """Progress bar like Lightning's ``RichProgressBar`` that also shows tokens per second, MFU and memory.
 
-    These three values come from the callbacks ``Throughput`` and ``MemoryUsage``, if the Trainer has them. The bar
-    updates its values only after the Trainer's logging steps, so that it does not wait for the device in other steps.
+    These three values come from the callbacks ``Throughput`` and ``MemoryUsage``, if the Trainer has them. With
+    ``ExpertLoad``, the bar also shows the highest load of an expert, as a multiple of the mean load. The bar updates
+    its values only after the Trainer's logging steps, so that it does not wait for the device in other steps.
 
     Args:
         refresh_rate: Number of times per second that the bar is drawn; 0 draws no bar.
@@ -90,7 +92,7 @@ class TrainingProgressBar(RichProgressBar):
 def _get_costs(trainer: Trainer) -> dict[str, str]:
     numbers: dict[str, float] = {}
     for callback in cast(Any, trainer).callbacks:
-        if isinstance(callback, Throughput | MemoryUsage):
+        if isinstance(callback, Throughput | MemoryUsage | ExpertLoad):
             numbers |= callback.latest
     costs = {}
     if tokens := numbers.get("throughput/tokens_per_second"):
@@ -99,6 +101,8 @@ def _get_costs(trainer: Trainer) -> dict[str, str]:
         costs["mfu"] = f"{mfu:.1%}"
     if memory := numbers.get("memory/reserved_gib", numbers.get("memory/process_gib")):
         costs["mem"] = f"{memory:.1f}GiB" if memory < 10 else f"{memory:.0f}GiB"
+    if load := numbers.get("experts/max_load"):
+        costs["load"] = f"{load:.1f}x"
     return costs
 
 

@@ -18,12 +18,12 @@ _INITIAL_LOSS = "initial_loss"
 
 
 class RunReport(Callback):
-    """Callback that reports the loss, speed and checkpoints of a run at its end, how to resume it, and a text sample.
+    """Callback that writes a report at the end of a run: loss, speed, checkpoints, how to resume, and a text sample.
 
     The validation loss is reported before and after training. The loss before training comes from the Trainer's sanity
     check; set ``num_sanity_val_steps=-1`` to use the whole validation set. The speed is in tokens per second, as
     measured by the Trainer's ``Throughput``. The sample uses the averaged weights if the Trainer has an
-    ``ExponentialMovingAverage``. Rank 0 writes the report to Lightning's own log.
+    ``ExponentialMovingAverage``. Rank 0 writes the report with Lightning's Python logger, as an info message.
 
     Args:
         monitor: Name of the logged validation loss.
@@ -125,11 +125,13 @@ def _describe_checkpoints(trainer: Any) -> list[str]:
 
 
 def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
-    """Return the command that resumes from the last checkpoint. For a user's own script, return the call to use in it.
+    """Return the command that resumes from the last checkpoint.
+
+    If a user's own script started the run, return the Python call to put into that script instead.
 
     Args:
         checkpoint: Path of the checkpoint.
-        options: Limits of the Trainer to raise, with their new values.
+        options: Options of the Trainer that limit the run, such as ``max_steps``, with new, higher values.
     """
     program = Path(sys.argv[0])
     if program.name != "lightning-fsdp2" and program.parts[-2:] != ("lightning_fsdp2", "__main__.py"):
@@ -146,16 +148,17 @@ def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
 
 
 def _get_launcher() -> list[str]:
-    # with several nodes, the command is incomplete, since the rendezvous address is not known here
+    # with several nodes, leave out torchrun, since its rendezvous address is not known here
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["GROUP_WORLD_SIZE"] != "1":
         return ["lightning-fsdp2"]
     return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "lightning_fsdp2"]
 
 
 def _get_raised_limits(trainer: Trainer) -> dict[str, int]:
-    """Return the limit that ended the run, ``max_steps`` or ``max_epochs``, as a dict from its name to twice its value.
+    """Return the limit to use when resuming: ``{"max_steps": value}`` or ``{"max_epochs": value}``.
 
-    The dict is empty if a time limit or a metric ended the run.
+    The name is that of the limit that ended the run, and the value is twice the old one. The dict is empty if a time
+    limit or a metric ended the run.
     """
     max_epochs = trainer.max_epochs or -1
     if 0 < trainer.max_steps <= trainer.global_step:

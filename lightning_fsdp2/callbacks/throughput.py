@@ -25,8 +25,8 @@ class Throughput(Callback):
     longest. The copy to the device is not included. If the batch is in pinned memory, the host does not wait for this
     copy. If not, the copy waits until earlier steps have finished, so its time says nothing about the data loader.
 
-    Tokens are the elements of ``batch["input_ids"]``, including padding. A batch that several tensor or context
-    parallel ranks read counts once.
+    Tokens are the elements of ``batch["input_ids"]``, including padding. If several tensor or context parallel
+    ranks read the same batch, its tokens count once.
 
     MFU, the model FLOPs utilisation (https://arxiv.org/abs/2204.02311), is tokens per second x operations per token /
     (number of devices x peak speed of a device). For operations per token, see
@@ -124,9 +124,9 @@ class Throughput(Callback):
     def _add_up(self, trainer: Trainer) -> tuple[float, float, float]:
         """Return the number of tokens on all ranks, the longest time that a rank waited for data, and the elapsed time.
 
-        Times are in seconds. All three values count from the last call.
+        Times are in seconds. All three values cover the period since the previous call.
         """
-        # read the clock after this call, which waits until the device has finished the steps
+        # read the clock after `gather_numbers`, which waits until the device has finished the steps
         counts = gather_numbers(trainer, (self._tokens, self._waited))
         seconds = time.monotonic() - self._started
         tokens = float(counts[:, 0].sum()) * self._readers / trainer.world_size

@@ -78,13 +78,15 @@ class BackgroundWriter:
             versions = _get_versions(tensors)
             self._pool.submit(_run_into, copies, lambda: self._copy_beside(tensors, versions, stream))
             self._hook = register_optimizer_step_pre_hook(self._wait_before_step)
-        # share the error of a failed copy before `write`, where the other ranks would wait for the failed rank
+        # If the copy fails on one rank, raise the error on all ranks before they call `write`. Otherwise, the other
+        # ranks would wait in `write` for the failed rank.
         self._save = self._pool.submit(lambda: write(on_every_rank(copies.result, self._thread_group)))
 
     def wait_for_copies(self) -> None:
         """Wait until all tensors are copied, so that an optimizer step may change them."""
         if self._copies is not None:
-            self._copies.exception()  # this only waits: the background write raises the error of a failed copy
+            # only wait for the copies: if one failed, the background write raises the error
+            self._copies.exception()
             self._copies = None
         if self._hook is not None:
             self._hook.remove()
@@ -142,8 +144,12 @@ class BackgroundWriter:
         return actions
 
     def _wait_before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Wait for the copies before an optimizer step that has no closure. torch calls this hook before every step."""
-        # Lightning passes a closure that runs forward and backward; at its end, the strategy waits for the copies
+        """Wait until all tensors are copied. If the optimizer step has a closure, leave the wait to the closure.
+
+        torch calls this hook before every optimizer step.
+        """
+        # Lightning passes a closure that runs forward and backward. The strategy waits for the copies at the end of the
+        # closure, so this hook does not wait.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is the optimizer
         if not has_closure:
             self.wait_for_copies()
@@ -165,7 +171,7 @@ class BackgroundWriter:
 
 def _yield_to_training() -> None:
     """Lower the priority of this thread below that of the training threads."""
-    if sys.platform == "linux":  # elsewhere, this would set the priority of the whole process
+    if sys.platform == "linux":  # on other systems, `setpriority` would affect the whole process
         with suppress(OSError):  # a sandbox may forbid changing the priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
@@ -178,7 +184,10 @@ def _run_into(future: "Future[Any]", action: Callable[[], Any]) -> None:
 
 
 def _get_versions(tensors: dict[str, Any]) -> list[tuple[Tensor, int]]:
-    """Return the sharded tensors with their version counters, which every in-place change increments."""
+    """Return each sharded tensor with its version counter, to detect changes to the tensor while it is being copied.
+
+    Every in-place change increments the counter.
+    """
     sharded: list[Tensor] = []
     map_tensors(lambda tensor: sharded.append(tensor) if isinstance(tensor, DTensor) else None, tensors)
     return [(tensor, tensor._version) for tensor in sharded]

@@ -91,7 +91,7 @@ def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
 def _is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # raised for a damaged file that looks like an archive in several parts
+    except zipfile.BadZipFile:  # raised for a damaged file that looks like a multi-part archive
         return False
 
 
@@ -143,7 +143,7 @@ def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
 
 
 def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
-    """Return the minimum size that each file with tensors must have according to ``.metadata``, by name."""
+    """Return the minimum size in bytes of each file with tensors, by file name. The sizes follow from ``.metadata``."""
     try:
         metadata = CheckpointReader(path, trust=trust).read_metadata()
         places = [(info.relative_path, info.offset + info.length) for info in (metadata.storage_data or {}).values()]

@@ -29,9 +29,9 @@ def leave_out_frozen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]
 def describe_left_out(
     module: nn.Module, state: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> list[LeftOut]:
-    """Describe which frozen weights of ``module`` are missing from rank 0's ``state``, by pretrained model.
+    """Return one record for each pretrained model in ``module`` that has frozen weights missing from ``state``.
 
-    Every rank must call this, and all get the same result.
+    The record lists the names of these weights. Every rank must call this. All ranks get rank 0's result.
 
     Raises:
         OSError: On every rank, when the files of a pretrained model can no longer be read.
@@ -80,9 +80,9 @@ def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: di
     )
     if not has_all:
         raise ValueError(
-            f"{what}, and this run cannot supply them, because it trains them or has not read them from pretrained"
-            " files. Pass that model as `pretrained`, with the same `lora` and frozen parameters. If the model has"
-            " moved, pass its new directory."
+            f"{what}, and this run cannot supply these weights, because it trains them or has not read them from"
+            " pretrained files. Pass the pretrained model as `pretrained`, with the same `lora` and frozen parameters."
+            " If the model's directory has moved, pass the new directory."
         )
     for frozen in sources:
         if frozen.files.fingerprint != part["fingerprint"]:

@@ -134,7 +134,7 @@ def load_optimizer_states(
 
 @contextmanager
 def _shard_renamed(model: nn.Module, read: dict[str, Any]) -> Iterator[None]:
-    """Make ``load_state_dict`` shard each renamed tensor like its parameter, inside the block.
+    """Shard renamed tensors like the parameters with their new names, when ``load_state_dict`` is called in the block.
 
     A module's hooks may rename a tensor during ``load_state_dict``. Until then, the tensor is sharded like the
     parameter with its old name, or evenly if there is no such parameter.
@@ -148,7 +148,8 @@ def _shard_renamed(model: nn.Module, read: dict[str, Any]) -> Iterator[None]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value is not read.get(prefix + name):
-                # uneven shards may hold other rows than the parameter's, even if mesh and placements are equal
+                # If the tensor has uneven shards, gather it before sharding it like the parameter. Even with the same
+                # mesh and placements, its shards may hold different rows than the parameter's shards.
                 state[prefix + name] = shard_like(gather(value) if is_uneven(value) else value, parameter)
 
     handles = [module.register_load_state_dict_pre_hook(shard) for module in model.modules()]

@@ -47,7 +47,7 @@ def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:
 
 
 def unflatten(values: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Build nested dicts and lists from a dict of values by path. An integer in a path is a list index."""
+    """Build nested dicts and lists from a dict that maps paths to values. An integer in a path is a list index."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         node = root

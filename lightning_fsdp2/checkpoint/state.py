@@ -1,4 +1,4 @@
-"""Conversion of optimizer states from parameter numbers to the names in checkpoints and back; optimizer checks."""
+"""Convert optimizer states between parameter numbers and the names in checkpoints, and check optimizers."""
 
 from collections.abc import Mapping, Set
 from itertools import count
@@ -43,7 +43,7 @@ def get_optimizer_state(
     """
     names = _names_by_number(model, optimizer)
     check_optimizer_states(model, optimizer)
-    # if `configure_optimizers` returns None, Lightning's mock optimizer has neither of these keys
+    # if `configure_optimizers` returns None, Lightning uses a mock optimizer, whose state dict lacks these two keys
     own_state = {"state": {}, "param_groups": [], **(optimizer.state_dict() if own_state is None else own_state)}
     # convert numpy numbers, which a schedule may set, because they could not be loaded with weights_only=True
     state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
@@ -70,7 +70,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     state = _name_parameters(state, current, names, parameters.keys())
     saved = state["param_groups"]
     _check_groups(optimizer, current, saved, names)
-    # leave out the saved `param_names`, because the optimizer's own order may be different
+    # leave out the saved `param_names`, because this run's optimizer may list its parameters in a different order
     hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
     groups = [
         {**own, "params": group["params"], **{key: group[key] for key in _IMPLEMENTATIONS & group.keys()}}
@@ -108,10 +108,13 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_all_like(values: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Shard each value like the tensor in ``own`` with the same key, if there is one, as :func:`shard_like` does.
+    """Shard each value like the tensor with the same key in ``own``, as :func:`shard_like` does.
 
-    Every rank must call this function. A value may have been read under another name and renamed later. Its uneven
-    shards may then hold different rows than the shards of the tensor in ``own``, even if mesh and placements are equal.
+    A value whose key has no tensor in ``own`` is returned unchanged. Every rank must call this function.
+
+    A value may have been read under another name and renamed later. If its shards are uneven, they may then hold
+    different rows than the shards of the tensor in ``own``, even if mesh and placements are equal. Such a value is
+    gathered before it is sharded again.
     """
     uneven = [key for key, value in values.items() if is_uneven(value) and is_uneven(own.get(key))]
     rows = [(values[key].to_local().size(0), own[key].to_local().size(0)) for key in uneven]
@@ -132,7 +135,7 @@ def shard_like(value: Any, own: Any) -> Any:
         if (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
             return value
         value = gather(value)
-    # every rank has the whole tensor, and takes its own part
+    # every rank has the whole tensor and keeps only its own shard
     if is_unusual(own):
         return reshard_like(value, own)
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
@@ -169,9 +172,9 @@ def check_optimizer_states(model: nn.Module, optimizer: Optimizer) -> None:
             if kind := next(filter(None, map(_get_optional_foreign_class, tree_leaves(value))), None):
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of {names.get(id(parameter), 'a parameter')} as"
-                    f" {kind.__module__}.{kind.__qualname__}: optimizer states of tensor subclasses are not supported,"
-                    " since a resumed run would continue with wrong values. Use an optimizer whose states are plain"
-                    " tensors, such as torch.optim.AdamW."
+                    f" {kind.__module__}.{kind.__qualname__}: optimizer states in such a tensor subclass are not"
+                    " supported, since a resumed run would continue with wrong values. Use an optimizer whose states"
+                    " are plain tensors, such as torch.optim.AdamW."
                 )
 
 
@@ -193,7 +196,8 @@ def _name_parameters(
     if not all(isinstance(number, int) for number in numbers):
         return state
     ordered = [name for group in state["param_groups"] for name in group.get("param_names", ())]
-    # use the file's names only if the module has them: names from `module.part.named_parameters()` lack a prefix
+    # Use the file's names only if the module has parameters with these names. Names that come from
+    # `module.submodule.named_parameters()` lack the prefix of the submodule, so the module has no such parameters.
     if len(ordered) != len(numbers) or not known >= set(ordered):
         ordered = [names[number] for group in current for number in group["params"]]
     by_number = dict(zip(numbers, ordered, strict=False))
@@ -213,12 +217,13 @@ def _check_groups(
         for group, other in zip(current, saved, strict=True)
     ):
         raise ValueError(
-            f"The parameter groups of {type(optimizer).__name__} differ: they have {_sizes(saved)} parameters in the"
-            f" checkpoint and {_sizes(current)} parameters in this run, or they hold different parameters. Resume with"
-            " the optimizer of the checkpoint, or load only the weights."
+            f"The parameter groups of {type(optimizer).__name__} are not those of the checkpoint: their number, sizes"
+            f" or parameters differ ({_sizes(saved)} parameters in the checkpoint, {_sizes(current)} in this run)."
+            " Resume with the optimizer of the checkpoint, or load only the weights."
         )
     for group, other in zip(current, saved, strict=True):
-        # versions of torch differ in options, so refuse only if each side has options that the other side lacks
+        # The options of an optimizer vary with the version of torch. So raise an error only if the checkpoint and this
+        # run each have options that the other lacks.
         unknown = other.keys() - group.keys() - _NO_OPTIONS
         missing = optimizer.defaults.keys() - other.keys()
         if unknown and missing:

@@ -1,9 +1,13 @@
 """Descriptions of unusual shards for checkpoints, so that no shard is copied or moved between ranks.
 
 ``torch.distributed.checkpoint`` (DCP) expects one piece of each tensor per rank, at the offset that ``Shard`` would
-give it. Two kinds of tensors are different, see :mod:`~lightning_fsdp2.ranks.pieces`: packed weights under tensor
-parallelism, and the uneven shards of Megatron-FSDP. For these, DCP gets a :class:`PiecewiseTensor`, which tells it
-where in the full tensor each of the rank's pieces belongs.
+give it. Two kinds of tensors do not meet this expectation (see :mod:`~lightning_fsdp2.ranks.pieces`):
+
+* *packed* tensors: under tensor parallelism, weights that hold several projections, such as gate and up;
+* *uneven* tensors: the tensors of Megatron-FSDP, which may be cut at any row.
+
+For these, DCP gets a :class:`PiecewiseTensor`, which tells it where in the full tensor each of the rank's pieces
+belongs.
 """
 
 from collections.abc import Iterable
@@ -79,7 +83,9 @@ class PiecewiseTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse operations, because the tensor has no values."""
-        raise NotImplementedError(f"{func} of a tensor that only describes what a checkpoint holds")
+        raise NotImplementedError(
+            f"{func} is not possible: this tensor has no values, because it only describes what a checkpoint holds"
+        )
 
 
 def is_unusual(tensor: Any) -> TypeGuard[DTensor]:
@@ -90,7 +96,7 @@ def is_unusual(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def get_first_rows(tensors: Iterable[Any], group: dist.ProcessGroup | None = None) -> dict[int, int]:
-    """Return how many rows of each uneven tensor are on the ranks before this one.
+    """Return, for each tensor with uneven shards, how many of its rows are on the ranks before this one.
 
     The ranks exchange the row counts of all tensors in a single message.
 
@@ -99,8 +105,8 @@ def get_first_rows(tensors: Iterable[Any], group: dist.ProcessGroup | None = Non
         group: Process group of all ranks for the message. A CPU group keeps the message off the accelerator.
 
     Returns:
-        Number of rows on the ranks before this one, by the index of each uneven tensor in ``tensors``. Other tensors
-        are left out.
+        The number of rows on the ranks before this one, by the tensor's index in ``tensors``. Tensors without uneven
+        shards are left out.
     """
     uneven = {index: tensor for index, tensor in enumerate(tensors) if is_uneven(tensor)}
     if not uneven:
@@ -127,8 +133,9 @@ def describe_shards(tensor: DTensor, first_row: int = 0) -> PiecewiseTensor:
 def _count_copies(tensor: DTensor) -> int:
     """Return the number of ranks that share the writing of this rank's pieces, or 0 if other ranks write them.
 
-    DCP skips a copy of a piece only if both begin at the same row. When tensor parallel ranks hold copies of an uneven
-    tensor, they may cut it at different rows, so only the first of these ranks writes its pieces.
+    If several ranks hold the same piece, DCP writes it once. But DCP considers two pieces the same only if they begin
+    at the same row. Tensor parallel ranks that hold copies of an uneven tensor may cut it at different rows, so only
+    the first of these ranks writes its pieces.
     """
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
     copies = 1

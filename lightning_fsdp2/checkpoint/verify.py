@@ -47,8 +47,9 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
 def verify_together(path: AnyPath, group: dist.ProcessGroup | None = None) -> None:
     """Verify a checkpoint before it is read. Every rank must call this; each checks a share of the data.
 
-    This covers the records of a single file, and the files of a directory in version 2 of the format. A directory in
-    the current version is skipped, because each rank verifies its chunks when it reads them.
+    For a single file, which is a zip archive, this verifies the archive's entries. For a directory in version 2 of the
+    format, it verifies the files. A directory in the current version is skipped, because each rank verifies its chunks
+    when it reads them.
 
     Raises:
         ValueError: On every rank, when files are damaged. The message names these files.
@@ -75,7 +76,7 @@ def _find_damaged_before(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[s
 
 
 def _find_damaged_records(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return a list with the first error in this rank's share of a single file's records, or [] if all are intact."""
+    """Return a list with the first error in this rank's share of the file's zip entries, or [] if all are intact."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
             for record in archive.infolist()[rank::ranks]:

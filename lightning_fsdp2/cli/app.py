@@ -50,8 +50,9 @@ def main(args: ArgsType = None) -> None:
 class FSDP2CLI(LightningCLI):
     """LightningCLI for any model and data module, both given by ``class_path``.
 
-    The optimizer and the scheduler are options of the model. LightningCLI would create them before the strategy shards
-    the model, and they would then update parameters that are no longer in the model.
+    The model creates its optimizer and scheduler itself, and they are configured by the model's options. If
+    LightningCLI created the optimizer, this would happen before the strategy shards the model, and the optimizer would
+    update parameters that are no longer in the model.
 
     Args:
         args: Command line arguments; see :func:`main`.

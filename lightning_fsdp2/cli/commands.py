@@ -1,4 +1,4 @@
-"""Commands of ``lightning-fsdp2`` for checkpoints. Each function's signature and docstring are a command's help."""
+"""Commands of ``lightning-fsdp2`` for checkpoints. The help of a command is its function's signature and docstring."""
 
 import sys
 from collections.abc import Callable

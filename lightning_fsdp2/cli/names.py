@@ -124,7 +124,10 @@ def _flatten(options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
 
 
 def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Return the unknown word in ``message``, and a dict from each known word to its suggestion."""
+    """Return the unknown word in ``message``, and a dict of known words that the user may have meant.
+
+    The value for each known word is the text to suggest, which may be a longer form of the word.
+    """
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)", message):
         return found[2], _get_options(found[1])
     if found := re.search(r"Option '(\w+)' is not accepted\. Got value: Namespace\(class_path='([\w.]+)'", message):
@@ -151,7 +154,10 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
 
 
 def _get_options(class_path: str) -> dict[str, str]:
-    """Return a dict from the name of each argument of a class, and of each field of its configs, to its suggestion."""
+    """Return a dict from each option of a class to the text to suggest for it.
+
+    The options are the arguments of the class, and the fields of its configs.
+    """
     module, _, name = class_path.rpartition(".")
     found = getattr(importlib.import_module(module), name)
     options: dict[str, str] = {}
@@ -172,7 +178,7 @@ def _get_classes() -> list[str]:
 
 
 def _get_modules(name: str) -> list[str]:
-    """Return the names of the modules that exist in the package where the module ``name`` was not found."""
+    """Return the names of all modules in the parent package of ``name``, a module that was not found."""
     parent = name.rpartition(".")[0]
     if not parent:
         return [*packages_distributions(), *{loaded.partition(".")[0] for loaded in sys.modules}]

@@ -104,15 +104,16 @@ class CLITrainer(Trainer):
             memory: Memory of a device in GiB, if it differs from the usual memory of this kind.
             memory_bandwidth: Memory bandwidth of a device in GB per second, if it differs from the usual one.
             network_bandwidth: Bandwidth to other nodes in GB per second per device, in one direction.
-            devices_per_node: Number of devices that the fast links connect. None for trainer.devices if world_size is
-                the number of devices in the config, and for 8 otherwise.
+            devices_per_node: Number of devices that the fast links connect. By default, this is trainer.devices if
+                world_size equals trainer.devices x num_nodes, and 8 otherwise.
             product_tflops: TFLOP/s that matrix products reach in bfloat16, for the estimate; None for the published
                 number.
             attention_tflops: TFLOP/s that the forward of attention reaches in bfloat16 with 16,384 keys, heads of size
                 128 and no mask, for the estimate; None for the published number.
             ranks: Ranks to plan. None for the first and the last, or only the first if all shards have the same size.
             suggest: Whether to also plan changes that would help, if the run does not fit in memory.
-            search: YAML file to write with the layout that has the shortest steps. Give it to fit as a second --config.
+            search: YAML file to write with the layout that has the shortest steps. To train with this layout, pass
+                the file to the fit command as a second --config.
             search_seconds: Time limit of the search in seconds. After this time, it starts no further simulations.
             cache_dir: Folder in which a search stores its simulations for later searches; null stores nothing.
             json: File for all numbers; - prints them instead of the tables.

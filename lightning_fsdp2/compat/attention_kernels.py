@@ -33,7 +33,7 @@ def attend(
         value: [batch, heads, keys, value dim].
         is_causal: Whether the n-th query sees only the first n keys. There must be as many queries as keys.
         mask: [1 or batch, 1, queries, keys], bool: True where a query sees a key. Every query must see at least one
-            key. Without a mask, every query sees all keys.
+            key. Without a mask and without ``is_causal``, every query sees all keys.
         scale: Factor by which the scores are multiplied.
 
     Returns:
@@ -199,7 +199,7 @@ def _make_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None
     if mask is None:
         return None
     shape = (query.size(0), query.size(1), query.size(2), key.size(2))
-    # the kernels require every row of the bias to begin at a multiple of the alignment
+    # pad the rows in memory, because the kernels require every row of the bias to begin at an aligned address
     memory = query.new_zeros(*mask.shape[:-1], shape[-1] + -shape[-1] % _ALIGNMENT)
     bias = memory[..., : shape[-1]].masked_fill_(~mask, -torch.inf)
     return bias if query.device.type == "cpu" else bias.expand(shape)

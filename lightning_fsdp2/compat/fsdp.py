@@ -28,8 +28,8 @@ def end_forward(module: FSDPModule) -> None:
     ``FSDPModule.reset_iter_state`` (torch 2.13) also resets this state, but it drops accumulated gradients.
     """
     state = module._get_fsdp_state()
-    # clear the order that an earlier forward recorded, because FSDP2 would prefetch in this order; before the first
-    # forward, there is no such attribute
+    # Clear the order of modules that an earlier forward recorded. Otherwise, FSDP2 would prefetch in this order.
+    # The attribute does not exist before the first forward.
     getattr(state._comm_ctx, "post_forward_order", []).clear()
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
@@ -41,6 +41,16 @@ def end_forward(module: FSDPModule) -> None:
     for group in _get_param_groups(module):
         if group._all_gather_result is not None:
             group.wait_for_unshard()
+
+
+def begin_backward(module: FSDPModule) -> None:
+    """Make a unit gather its weights and keep them until its backward, as FSDP2 does when the gradient reaches it.
+
+    torch has no public way to do this earlier, before the gradient has reached the unit.
+    """
+    state: Any = module._get_fsdp_state()
+    if state._training_state != TrainingState.PRE_BACKWARD:
+        state._pre_backward(None)
 
 
 def ensure_gathered_once(module: FSDPModule) -> None:
@@ -85,12 +95,14 @@ def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> Non
     for group in _get_param_groups(module):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
         for parameter in chosen:
-            if hasattr(parameter, "_unsharded_param"):  # exists once the parameter has been gathered
+            if hasattr(parameter, "_unsharded_param"):  # set by the parameter's first all-gather
                 parameter._unsharded_param.grad = None
-            if parameter.unsharded_accumulated_grad is not None:  # torch 2.15 keeps this gradient in `grad`
+            # torch 2.15 keeps the accumulated gradient in `grad` instead of in this attribute
+            if parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad = None
         if len(chosen) == len(group.fsdp_params):
-            group._partial_reduce_output = None  # HSDP keeps the unit's gradients here
+            # HSDP stores the accumulated gradients of the whole FSDP unit in this attribute
+            group._partial_reduce_output = None
             getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
 
 

@@ -1,8 +1,8 @@
-"""Ledger of the methods that a run replaces on Lightning's live objects, with reasons. Tested with lightning 2.6.6.
+"""Record of the methods that a run replaces on Lightning's objects, with the reasons. Tested with lightning 2.6.6.
 
 The package replaces methods where Lightning has no hook. To replace a method, it sets an attribute of the same name on
-the object, and leaves the object's class unchanged. :meth:`Ledger.put_back` removes the attribute, unless other code
-has replaced it since.
+the instance, and leaves the class unchanged. :meth:`Ledger.put_back` removes the attribute, unless other code has
+replaced it since.
 """
 
 import itertools
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """Attribute of a live object that is temporarily replaced."""
+    """Temporary replacement of one attribute of one instance."""
 
     owner: Any
     name: str
@@ -40,7 +40,7 @@ class _Replaced:
 
 
 class Ledger:
-    """Record of replaced attributes of live objects, which can restore the original attributes."""
+    """Record of the attributes that were replaced on instances. It can restore the original attributes."""
 
     def __init__(self) -> None:
         self.entries: list[Replacement] = []

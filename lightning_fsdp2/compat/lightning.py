@@ -1,4 +1,4 @@
-"""Access to private names of Lightning, with the reasons. Tested with lightning 2.6.6."""
+"""Access to private names of Lightning, with the reasons for using them. Tested with lightning 2.6.6."""
 
 import os
 import signal
@@ -152,7 +152,7 @@ def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[
 
 
 def ignore_fetches(trainer: Trainer) -> None:
-    """Undo :func:`watch_fetches`, so that its functions are not called any more."""
+    """Undo :func:`watch_fetches`, so that Lightning no longer calls ``before`` and ``after``."""
     get_ledger(trainer).put_back(cast(Any, trainer).fit_loop.epoch_loop, "_on_before_fetch", "_on_after_fetch")
 
 
@@ -179,7 +179,8 @@ def end_by_sigterm(trainer: Trainer) -> None:
     This replaces Lightning's handlers. They run collectives at whatever point of the code the signal interrupts, and an
     evaluation does not use the results of these collectives.
     """
-    # Lightning calls the program's own handler, if there is one, after `end`
+    # Lightning calls the program's own handler, if there is one, after `end`. In that case, `end` must not kill the
+    # process.
     is_handled = signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL)
     launcher = trainer.strategy.launcher
 
@@ -218,8 +219,8 @@ class StepBoundary:
 
     At the boundary, Lightning has run the hooks of the last batch and logged its metrics. A validation, an update of
     ``ReduceLROnPlateau`` or the end of the epoch may still be due. If a checkpoint is saved at this point, plain
-    Lightning skips this work on resuming. So the code that saves the checkpoint sets ``is_left`` to True during the
-    save. This marks the work as not yet done, and a run that resumes from the checkpoint does it first.
+    Lightning skips this work on resuming. To prevent this, the code that saves the checkpoint sets ``is_left`` to True
+    during the save. A run that resumes from this checkpoint then starts with the work that is still due.
 
     Callbacks and schedulers monitor metrics that Lightning does not save. This class adds these metrics to all
     checkpoints of the run.
@@ -249,8 +250,8 @@ class StepBoundary:
     def is_end_of_fit(self) -> bool:
         """Return whether ``fit`` ends after this step.
 
-        In that case, do not stop the run here, but let it end normally. Otherwise a resumed run would skip the last
-        validation.
+        In that case, the caller should let the run end normally instead of stopping it. Otherwise a resumed run would
+        skip the last validation.
         """
         is_last = 0 <= self._loop.max_steps <= self._trainer.global_step
         return bool(is_last or (self._trainer.should_stop and self._trainer.fit_loop._can_stop_early))
@@ -258,7 +259,8 @@ class StepBoundary:
     def _on_save_checkpoint(self) -> dict[str, Any]:
         metrics = dict(self._trainer.callback_metrics)
         if self.is_left and self._loop._num_ready_batches_reached():
-            metrics |= self._loop._results.metrics(on_step=False)["callback"]  # add the metrics of the whole epoch
+            # this was the last batch of the epoch, so add the metrics of the whole epoch
+            metrics |= self._loop._results.metrics(on_step=False)["callback"]
         state = type(self._loop).on_save_checkpoint(self._loop)
         # users may put any values into `callback_metrics`, so leave out those that are not scalars
         scalars = {name: float(value) for name, value in metrics.items() if _is_scalar(value)}
@@ -370,7 +372,7 @@ def prepare_resume(fit_loop: dict[str, Any], trainer: Trainer) -> int:
     if trainer.max_steps != -1 and progress["started"] == progress["processed"] == progress["completed"] + 1:
         reopen_epoch(fit_loop)
         if fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
-            # when the epoch ends again, Lightning increments this count a second time
+            # when the resumed run ends this epoch again, Lightning increments this count a second time
             fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     return int(progress["processed"])
 

@@ -18,7 +18,7 @@ def take_over_exchange(wrapper: Any, install_raw: Callable[[], None], install_di
         install_raw: Function that puts the parameters for forward and backward into the model.
         install_distributed: Function that puts the sharded parameters for the optimizer into the model.
     """
-    # the first call also marks shared parameters, so make this call before the method is replaced
+    # call the original methods once before replacing them, because the first call also marks shared parameters
     wrapper._replace_param_with_raw_if_needed()
     wrapper._replace_param_with_distributed_if_needed()
     vars(wrapper)["_replace_param_with_raw_if_needed"] = install_raw

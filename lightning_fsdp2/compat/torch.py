@@ -1,4 +1,4 @@
-"""Access to private names of torch, with reasons and possible replacements. See ``fsdp.py`` for the names of FSDP2."""
+"""Access to private parts of torch, with reasons and possible replacements. For FSDP2, see ``fsdp.py``."""
 
 import inspect
 import pickle
@@ -55,26 +55,27 @@ flex_attention_operation: Any = torch._higher_order_ops.flex_attention
 class StateDictStager(_state_dict_stager.StateDictStager):
     """Stager that copies state dicts to host memory, and reuses this memory for the next copy.
 
-    In torch 2.11, the public ``DefaultStager`` closes the stager after each use, so the next use fails. torch 2.13 and
-    2.15 do not close it.
+    In torch 2.11, the public ``DefaultStager`` closes its internal ``StateDictStager`` after each use, so the next use
+    fails. In torch 2.13 and 2.15, the internal stager stays open.
     """
 
     def _offload_tensor(self, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Tensor:
         """Copy a tensor, even a DTensor whose local tensor begins in the middle of its storage.
 
-        Megatron-FSDP stores many shards in one buffer. In torch 2.13, torch's own method fails for such a DTensor. The
-        DTensor's ``data_ptr()`` is the offset in the buffer instead of 0, so the method mistakes it for a plain tensor.
+        Megatron-FSDP stores many shards in one buffer. For a DTensor with such a shard, ``data_ptr()`` returns the
+        offset in the buffer instead of 0. The base method in torch 2.13 mistakes such a DTensor for a plain tensor, and
+        fails.
         """
         if not isinstance(x, DTensor):
             return super()._offload_tensor(x, memo, non_blocking)
         local = self.deepcopy_with_tensor_offload(x._local_tensor, memo, [], non_blocking)
-        # unlike `from_local`, the constructor leaves the copy in host memory
+        # use the constructor, because `from_local` would not leave the copy in host memory
         memo[id(x)] = copy = DTensor(local, x._spec, requires_grad=False)
         return copy
 
 
 def get_operation(function: Any) -> Any:
-    """Return the operation of ``function``, a function made by ``torch.library.custom_op``."""
+    """Return the torch operator that ``torch.library.custom_op`` registered when it made ``function``."""
     return function._opoverload
 
 
@@ -117,7 +118,7 @@ def get_storage_id(tensor: Tensor) -> int:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a view of another tensor, which keeps the memory of that tensor alive."""
+    """Return whether ``tensor`` is a view, which keeps the memory of the viewed tensor alive."""
     return tensor._is_view()
 
 
@@ -172,10 +173,10 @@ def is_of_torch(function: Callable[..., Any]) -> bool:
 
 
 def has_packed_shards() -> bool:
-    """Return whether this version of DTensor can gather packed weights, whose placement is a ``_StridedShard``.
+    """Return whether this version of DTensor can gather a weight that packs several sharded projections.
 
-    In torch 2.11, DTensor tries to express this placement as an order of mesh axes. This is impossible, and DTensor
-    raises "unable to be interpreted into a corresponding shard_order".
+    The placement of such a weight is a ``_StridedShard``. In torch 2.11, DTensor tries to express this placement as an
+    order of mesh axes, which is impossible. It raises "unable to be interpreted into a corresponding shard_order".
     """
     return hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
 
@@ -210,9 +211,9 @@ def get_dtensor_crossing(node: Any) -> Sequence[Any] | None:
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a view of a one-dimensional mesh in which its axis is split into several axes.
 
-    FSDP2 with tensor parallelism needs several such views of the world that share one root mesh. In torch 2.11 to 2.15,
-    only ``DeviceMesh._unflatten`` makes such views. The alternative, slicing a root mesh by the names of axes that
-    ``_flatten`` made, is deprecated. Replace ``_unflatten`` when torch has a public equivalent.
+    FSDP2 with tensor parallelism needs several such views of the mesh of all ranks, all with the same root mesh. In
+    torch 2.11 to 2.15, only ``DeviceMesh._unflatten`` makes such views. The alternative, slicing a root mesh by the
+    names of axes that ``_flatten`` made, is deprecated. Replace ``_unflatten`` when torch has a public equivalent.
     """
     return mesh._unflatten(0, sizes, names)
 
@@ -361,7 +362,7 @@ def get_fusion_targets() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def is_backward_graph(graph: torch.fx.Graph) -> bool:
-    """Return whether ``graph`` computes a backward: AOTAutograd then names its gradient inputs ``tangents``."""
+    """Return whether ``graph`` computes a backward. AOTAutograd names such a graph's gradient inputs ``tangents``."""
     return any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
 
 
@@ -419,7 +420,8 @@ def scale_in_float32(tensors: list[Tensor], factor: Tensor) -> None:
     ``torch._foreach_mul_`` either rounds the factor to 16 bits or launches a kernel for each tensor. The function that
     ``GradScaler`` calls to unscale gradients does neither, so it is used here.
     """
-    found = torch.zeros((), device=factor.device)  # required output, set to 1 if a value is not finite
+    # the function requires this output tensor, and sets it to 1 if a value is not finite
+    found = torch.zeros((), device=factor.device)
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.float())
 
 
@@ -460,16 +462,17 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of ``group``, the shortest of its backends' timeouts. torch has no public way to read it.
 
-    A group that is implemented in Python has no such backends. For such a group, return torch's default.
+    A group that is implemented in Python has no backends. For such a group, return torch's default timeout.
     """
     timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
     return min(timeouts, default=dist.distributed_c10d.default_pg_timeout)
 
 
 def read_flight_record() -> dict[str, Any]:
-    """Return torch's record of the latest gloo collectives on this rank. Its key ``entries`` lists the oldest first.
+    """Return torch's record of this rank's latest gloo collectives.
 
-    This function works with torch 2.11 to 2.15. NCCL groups write their own record when they time out.
+    In the record, the list ``entries`` holds the collectives, oldest first. This function works with torch
+    2.11 to 2.15. NCCL groups write their own record when they time out.
     """
     record: dict[str, Any] = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
     return record

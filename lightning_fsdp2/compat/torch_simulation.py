@@ -1,4 +1,4 @@
-"""Access to private names of torch that simulate many ranks in one process, or tensors without values."""
+"""Access to private parts of torch that simulate many ranks in one process, or tensors without values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +28,8 @@ with_values: Any = fake_tensor.unset_fake_temporarily
 def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Let this process act as one of ``world_size`` ranks inside the block, to see how tensors would be sharded.
 
-    Collectives do nothing. torch's own tests (2.11 to 2.15) use the same fake process group. torch has no public
-    equivalent.
+    The rank joins a fake process group, whose collectives do nothing. torch's own tests (2.11 to 2.15) use such groups
+    too. torch has no public equivalent.
 
     Raises:
         RuntimeError: If this process already belongs to a process group.
@@ -46,7 +46,8 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
     make_group = dist.new_group
     with ExitStack() as patches:
         patches.callback(dist.destroy_process_group)
-        # without communication, this broadcast would read uninitialised memory, so its replacement does nothing
+        # Replace this function with one that does nothing. The original would read uninitialised memory, because the
+        # fake process group does not broadcast any data.
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
         # make only this rank's groups and shards: making them for thousands of ranks would take too long
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
@@ -98,7 +99,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def get_process_group(arguments: Sequence[Any]) -> dist.ProcessGroup:
-    """Return the process group from a collective's arguments, which contain either the boxed group or its name."""
+    """Return the process group of a collective, given the arguments of the collective.
+
+    The arguments contain either the group, wrapped in a ``torch.ScriptObject``, or its name.
+    """
     names = [argument for argument in arguments if isinstance(argument, str)]
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and argument._type().qualified_name().endswith(".ProcessGroup"):

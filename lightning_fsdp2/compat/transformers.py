@@ -50,7 +50,7 @@ def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractCont
 
 
 class _AssumeAgain(AbstractContextManager[None]):
-    """Version of :func:`assume_unpacked_sequences` that can be entered once for each of several recomputations."""
+    """Version of :func:`assume_unpacked_sequences` that can be entered repeatedly, once for each recomputation."""
 
     def __enter__(self) -> None:
         self.context = assume_unpacked_sequences()
@@ -65,12 +65,12 @@ def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def get_attention(config: Any) -> Any:
-    """Return the name of the attention function that modules with ``config`` call."""
+    """Return the name of the attention function of modules whose config is ``config``."""
     return config._attn_implementation
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Make modules with ``config`` call the attention function ``name``, without the public setter's checks."""
+    """Set the attention function of modules whose config is ``config``, without the public setter's checks."""
     config._attn_implementation_internal = name
 
 
@@ -111,7 +111,10 @@ def get_initializer(model: Any) -> Callable[[nn.Module], None]:
 
 
 def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
-    """Build a ``model_class`` from a config, and load no weights. Only auto classes have a public ``from_config``."""
+    """Build a ``model_class`` from a config, without loading weights.
+
+    Only auto classes have a public ``from_config``.
+    """
     return model_class._from_config(config, **options)
 
 

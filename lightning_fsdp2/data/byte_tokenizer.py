@@ -25,7 +25,8 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
 
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Do not split the text into words first. Without merges, the split would not change the tokens, only take time.
+    # Do not split the text into words first. Since there are no BPE merges, this would not change the tokens, but would
+    # take time.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)

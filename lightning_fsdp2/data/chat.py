@@ -170,7 +170,7 @@ class ChatDataModule(SequenceDataModule):
                 )
             return split_in_two(rows, fraction=self.validation_fraction, seed=self.seed)
         except ValueError:
-            # if the rows are not conversations or have only empty answers, report that rather than the failed split
+            # this raises a clearer error if the rows are not conversations or have only empty answers
             _refuse_empty(self._tokenize(rows), "training")
             raise
 

@@ -124,7 +124,7 @@ def _tokenize_batch(
         "input_ids": [ids for ids, _, _ in rows],
         "labels": [labels for _, labels, _ in rows],
         "length": [length for _, _, length in rows],
-        # the first token is never predicted
+        # skip the first label, because a model never predicts the first token of a sequence
         "answer_tokens": [sum(label != IGNORE_INDEX for label in labels[1:]) for _, labels, _ in rows],
         "is_empty": [not any(map(_says_something, conversation.messages)) for conversation in conversations],
     }
@@ -146,11 +146,11 @@ def _parse(text: str, location: str, columns: Columns) -> _Conversation:
     ]
     if not any(message["role"] == _ANSWERS for message in messages):
         raise ValueError(
-            f"{location}: the conversation has no message of the {_ANSWERS} to learn from; add one or delete the row."
+            f"{location}: the conversation has no {_ANSWERS} message to learn from; add one or delete the row."
         )
     if messages[0]["role"] == _ANSWERS:
         raise ValueError(
-            f"{location}: the conversation begins with an answer; put a message of the user first or delete the row."
+            f"{location}: the conversation begins with an answer; put a user message first or delete the row."
         )
     return _Conversation(location, messages, row.get("tools") or None)
 
@@ -166,8 +166,9 @@ def _get_messages(row: dict[str, Any], location: str, columns: Columns) -> list[
                 " ('human' to 'user', 'gpt' to 'assistant') and 'value' to 'content'."
             )
         raise ValueError(
-            f"{location}: the row has neither {columns.messages!r} nor {columns.prompt!r} and {columns.completion!r}. "
-            f"It has the columns {list(row)}; set messages_column, or prompt_column and completion_column."
+            f"{location}: the row needs either {columns.messages!r}, or both {columns.prompt!r} and"
+            f" {columns.completion!r}, but has the columns {list(row)}; set messages_column, or prompt_column and"
+            " completion_column."
         )
     return [
         *_to_list([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{location}: prompt"),
@@ -294,7 +295,11 @@ def _label_behind_prefixes(
 
 
 def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
-    """Return two texts per answer, up to its start and up to its end, followed by the text of all messages."""
+    """Render prefixes of a conversation, whose tokens show where the answers start and end.
+
+    The first two texts end at the start and at the end of the first answer, the next two at the start and at the end of
+    the second answer, and so on. The last text is the whole conversation.
+    """
     from jinja2 import TemplateError
 
     messages = conversation.messages

@@ -13,9 +13,9 @@ def add_dummy_image(
 ) -> dict[str, Tensor]:
     """Add a dummy image to a batch without images, so that the image tower runs on every rank.
 
-    All ranks gather the weights of the image tower together. In each micro-batch, all ranks or none must run it.
-    The image does not change the loss. Its placeholder tokens have no labels and come after the text of the first
-    sequence, where causal attention hides them from the text. Call this function at the end of a collator::
+    All ranks gather the weights of the image tower together, so in each micro-batch either all ranks or no ranks must
+    run it. The image does not change the loss. Its placeholder tokens have no labels and come after the text of the
+    first sequence, where causal attention hides them from the text. Call this function at the end of a collator::
 
         dummy = dict(processor(images=[Image.new("RGB", (56, 56))], text=[processor.image_token], return_tensors="pt"))
         loader = DataLoader(rows, collate_fn=lambda rows: add_dummy_image(collate(rows), dummy))
@@ -45,7 +45,7 @@ def add_dummy_image(
         )
     added = {"labels": torch.full(tokens, IGNORE_INDEX), "attention_mask": torch.ones(tokens), **dummy}
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    # Add per-token inputs that the processor returns but the batch lacks, such as token types, with zeros for the text.
+    # The processor may return per-token inputs that the batch lacks, such as token types. Set them to 0 for the text.
     # An attention mask need not be added: without one, the model attends to all tokens.
     of_tokens = dummy.keys() - seen.keys() - {"attention_mask"}
     whole = {name: dummy[name].new_zeros(shape) for name in of_tokens} | dict(batch)

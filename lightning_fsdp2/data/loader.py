@@ -155,7 +155,10 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return how many batches of the current size precede the restored position; None if none is restored."""
+        """Return the number of batches, at the current batch size, that precede the restored position.
+
+        Return None if no position was restored.
+        """
         if not (self._is_restored and isinstance(self.sampler, ResumableSampler)):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
@@ -216,7 +219,10 @@ class ResumableStreamLoader(DataLoader[dict[str, Tensor]]):
         self._start = self._position = epoch + 1, 0
 
     def get_optional_restored_batches(self) -> int | None:
-        """Return how many batches of the current size precede the restored position; None if none is restored."""
+        """Return the number of batches, at the current batch size, that precede the restored position.
+
+        Return None if no position was restored.
+        """
         if self._restored_samples is None:
             return None
         return self._restored_samples // ((self.batch_size or 1) * self._get_stream().num_replicas)

@@ -43,7 +43,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     One process per node reads and tokenises the data, in ``prepare_data``. All other processes, and later runs, find
     the result in the cache of the ``datasets`` library. If one rank fails, every rank raises an error, so no rank waits
-    forever. The ``__init__`` of a subclass calls the four methods ``_set_...``, in the order of their definitions.
+    forever. A subclass's ``__init__`` must call the four ``_set_...`` methods in the order in which they are defined.
 
     Args:
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. None for one token per byte.
@@ -98,7 +98,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.global_batch_size = global_batch_size
 
     def _set_order(self, *, streaming: bool, shuffle: bool, shuffle_buffer: int, seed: int, num_workers: int) -> None:
-        """Set how, and in which order, batches of training data are read.
+        """Set how batches of training data are read, and in which order.
 
         Args:
             streaming: Whether to read, tokenise and pack the training data while training.
@@ -133,7 +133,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         *,
         suffixes: Iterable[str],
     ) -> None:
-        """Set the training and test data, and look for their files, so that every rank reports a misspelt path at once.
+        """Set the training and test data, and look for their files, so that every rank reports a misspelt path early.
 
         Args:
             path: Files, directories or globs to train on.
@@ -194,15 +194,15 @@ class SequenceDataModule(LightningDataModule, ABC):
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} is not a directory with a tokenizer, and cannot be loaded from "
-                f"the Hub: {str(error).splitlines()[0]} Check its spelling, the network and `hf auth login`."
+                f"the Hub: {str(error).splitlines()[0]} Check the name, the network and your login (`hf auth login`)."
             ) from error
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
                 "set its eos_token and save it, or use the tokenizer of a causal language model."
             )
-        # The first call to a tokenizer switches off the truncation with which it was saved. This changes its state.
-        # The state is part of the cache key and must be the same in all processes, so the first call is made here.
+        # The first call to a tokenizer switches off the truncation that was saved with it, and so changes its state.
+        # This state is part of the cache key and must be the same in all processes, so the first call is made here.
         tokenizer("", verbose=False)
         return tokenizer
 
@@ -221,7 +221,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         except Exception as error:
             if not self._has_other_ranks():
                 raise
-            self._failure = error  # raised on all ranks in `setup`, because the other ranks are waiting there
+            self._failure = error  # raise the error in `setup`, which lets all ranks know and fail together
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
@@ -348,8 +348,8 @@ class SequenceDataModule(LightningDataModule, ABC):
             option = "batch_size" if self.global_batch_size is None else "global_batch_size"
             raise ValueError(
                 f"{option}={getattr(self, option)} on {num_replicas} data parallel rank(s) needs {needed} sequences "
-                f"for one step, but there are only {len(self.train_dataset)} of sequence_length={self.sequence_length} "
-                "to train on; lower one of these numbers or use more text."
+                f"for one step, but the training data has only {len(self.train_dataset)} of sequence_length="
+                f"{self.sequence_length}; lower {option} or sequence_length, or use more text."
             )
         sampler = ResumableSampler(
             self.train_dataset,
@@ -390,7 +390,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     def _get_replicas_and_rank(self) -> tuple[int, int]:
         """Return the number of data parallel ranks (ranks that share a batch count as one), and this rank's index."""
-        # Every strategy for several processes sets `distributed_sampler_kwargs`, which count data parallel ranks only.
+        # All multi-process strategies set `distributed_sampler_kwargs`. `num_replicas` counts only data parallel ranks.
         sampler_settings = self.trainer.distributed_sampler_kwargs if self.trainer else None
         if sampler_settings is None:
             return 1, 0

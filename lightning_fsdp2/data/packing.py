@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # `datasets` caches results by the names and arguments of the functions in this file, not by their code.
 # Rename a function in this file if you change its result, so that `datasets` does not use an old result.
 
-# Few documents at once: during tokenisation, tokens are Python and Rust objects, which take more memory than arrays.
+# Tokenise few documents at once. During tokenisation, tokens are Python and Rust objects, which take more memory than
+# arrays.
 _DOCUMENTS_AT_ONCE = 64
 
 # If fewer conversations were packed at once, sequences would have more padding.
@@ -42,7 +43,7 @@ def split_documents(documents: Dataset, *, fraction: float, seed: int) -> tuple[
     if len(documents) == 1:
         return _cut(documents, fraction)
     train, validation = _split_at(documents, fraction, seed)
-    if not len(train) or not len(validation):  # likely only with few documents
+    if not len(train) or not len(validation):  # an empty set is likely only if there are few documents to hash
         _, *others = sorted({_hash_to_unit(text, seed) for text in documents["text"]})
         if others:
             return _split_at(documents, others[-1] if len(validation) else others[0], seed)
@@ -131,7 +132,7 @@ def pack_documents(
 
 
 class PackedStream:
-    """Stream that packs documents into sequences while it is read, by the rules of :func:`pack_documents`.
+    """Stream that packs documents into sequences while it is read, in the same way as :func:`pack_documents`.
 
     Args:
         documents: Stream with the column ``text``.
@@ -153,7 +154,7 @@ class PackedStream:
         self._columns = _get_columns(with_position_ids)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass, if the stream is shuffled."""
+        """Set the epoch, which determines the order of the next iteration if the stream is shuffled."""
         self._tokens.set_epoch(epoch)
 
     def iter(self, batch_size: int) -> Iterator[dict[str, npt.NDArray[np.int32]]]:
@@ -284,7 +285,7 @@ def _fit(lengths: list[int], capacity: int) -> list[list[int]]:
     Each group is sorted, and the groups are sorted by their first index.
     """
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # free room and index of each group, sorted
+    rooms: list[tuple[int, int]] = []  # number of free tokens and index of each group, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         tightest = bisect_left(rooms, (lengths[index], -1))
         if tightest < len(rooms):

@@ -83,7 +83,7 @@ def _find_stdlib_files() -> list[Path]:
 
 
 def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[str], bool]) -> list[Path]:
-    """List the files below a directory, sorted. Skip files and folders for whose names ``leave_out`` returns True."""
+    """List the files below a directory, sorted. Skip files and folders if ``leave_out(name)`` is True."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not leave_out(name)]
@@ -174,7 +174,7 @@ def load_documents(
     else:
         documents = _load_files(source, text_column, streaming, cache_dir)
         emptiness = (
-            f"path holds no text: the {len(source)} file(s), starting with {source[0]!r}, are empty or not UTF-8; "
+            f"path holds no text: the {len(source)} file(s) (the first is {source[0]!r}) are empty or not UTF-8; "
             "convert them to UTF-8 or set path to other files"
         )
     documents = documents.filter(bool, input_columns="text", **get_bar_options(documents, "Dropping empty documents"))
@@ -212,7 +212,7 @@ def _load_files(
 
 
 def _escape(files: list[str]) -> list[str]:
-    """Escape brackets and asterisks in file names, because the readers of ``datasets`` take names as glob patterns."""
+    """Escape brackets and asterisks in file names, because the readers of ``datasets`` treat names as globs."""
     return [glob.escape(file) for file in files]
 
 
@@ -255,7 +255,8 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
             "set text_column to the column that contains the documents."
         )
     documents = rows.select_columns(text_column)
-    feature = documents.features and documents.features[text_column]  # a stream might not know its features
+    # `features` may be None for a streamed dataset
+    feature = documents.features and documents.features[text_column]
     if feature and (not isinstance(feature, Value) or feature.dtype not in ("string", "large_string")):
         raise ValueError(
             f"text_column={text_column!r} of {name!r} contains {feature}, not strings; "
@@ -267,7 +268,8 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
 
 
 def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
-    return rows.column_names or list(next(iter(rows), {}))  # a stream might not know its columns
+    # `column_names` may be None for a streamed dataset, so look at its first row
+    return rows.column_names or list(next(iter(rows), {}))
 
 
 def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None = None) -> Dataset | IterableDataset:
@@ -297,7 +299,7 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
     if next(_read_rows([(file, "") for file in source]), None) is None:
         raise ValueError(
-            f"path contains no rows: the {len(source)} file(s), starting with {source[0]!r}, are empty; "
+            f"path contains no rows: the {len(source)} file(s) (the first is {source[0]!r}) are empty; "
             "set path to other files."
         )
     if streaming:
@@ -330,7 +332,7 @@ def _load_dataset(source: DatasetSplit, streaming: bool, cache_dir: str | None) 
             f"dataset={source.name!r} is not a directory on this machine, and the Hub cannot be reached: {error}; "
             "check its spelling and the network, or use a directory that `save_to_disk` wrote."
         ) from error
-    except ValueError as error:  # an unknown subset or split; the message lists the known ones
+    except ValueError as error:  # raised for an unknown subset or split; the message lists the known ones
         raise ValueError(
             f"dataset={source.name!r}, subset={source.subset!r}, split={source.split!r}: {error}"
         ) from error
@@ -386,7 +388,7 @@ def _is_list(file: str) -> bool:
 def _read_list(file: str) -> Iterator[dict[str, str]]:
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # invalid JSON or invalid UTF-8
+    except ValueError as error:  # raised for invalid JSON or invalid UTF-8
         raise ValueError(
             f"{file}: the file is not a JSON list ({error}); repair it, or write one object per line."
         ) from error

@@ -70,14 +70,14 @@ def merge_adapter(weights: Weights, skeleton: Any) -> Weights:
 
 
 class _Merge:
-    """Reader of whole tensors with the adapter merged in. It reads all tensors of an adapted layer together."""
+    """Reader of unsharded tensors with the adapter merged in. It reads all tensors of an adapted layer together."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         (self._adapter,) = weights.description["adapters"]
         model: Any = weights.skeleton
         self._sources = {name: self._get_trained(source) for source, name in get_plain_names(model).items()}
-        # path of the peft layer around each tensor's module, or an empty string if there is none
+        # path of the peft layer that wraps each tensor's module, or an empty string if no peft layer wraps it
         paths = {name: source.rpartition(_BASE)[0] for name, source in self._sources.items()}
         self._layers: dict[str, Any] = {name: model.get_submodule(path) for name, path in paths.items() if path}
         self._paths = paths
@@ -92,14 +92,14 @@ class _Merge:
         for name in self._weights.description["tied"]:
             if {name, ties[name]} & self._layers.keys():
                 raise ValueError(
-                    f"The adapter changes {name} or {ties[name]}, which are tied and would become two separate weights;"
-                    " export the adapter by itself (merge=False)."
+                    f"The adapter changes {name} or {ties[name]}, which are tied weights: after merging, they would no"
+                    " longer be equal. Export the adapter by itself (merge=False)."
                 )
         for name, layer in self._layers.items():
             if hasattr(layer, "parameter_name"):
                 raise ValueError(
-                    f"The adapter changes the parameter {name} of a module (target_parameters), which cannot be"
-                    " merged here; export the adapter by itself (merge=False)."
+                    f"The adapter uses target_parameters for {name}, which the export cannot merge; export the adapter"
+                    " by itself (merge=False)."
                 )
 
     def __call__(self, wanted: Sequence[Wanted]) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class _Merge:
         return merged
 
     def _get_needed(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the tensors from which the merged tensors ``names`` are computed, and the dtypes to merge them in."""
+        """Return the tensors needed to compute the merged tensors ``names``, each with the dtype to read it in."""
         specs = self._weights.specs
         paths = {self._paths[name] for name in names} - {""}
         # return the tensors in the model's order, which is the same on every rank
@@ -129,5 +129,8 @@ class _Merge:
         return {key: specs[key].dtype for key in specs if key in needed}
 
     def _get_trained(self, source: str) -> str:
-        """Return ``source``, or the name of the adapter's trained copy of this tensor if there is one."""
+        """Return the name of the trained copy of the tensor ``source``, or ``source`` itself if there is no copy.
+
+        peft trains a copy of each module in ``modules_to_save``, and keeps the original.
+        """
         return source.replace(".original_module.", f".modules_to_save.{self._adapter}.")

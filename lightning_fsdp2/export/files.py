@@ -1,4 +1,4 @@
-"""Layout of a stored model: its files, the tensors stored in each file, and how these are computed from the model."""
+"""Layout of an exported model: which tensors go into which file, and how they are computed from the model's tensors."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """Description of how a model is stored: in which files, and as which tensors."""
+    """Description of an exported model: its files, and the tensors stored in each file."""
 
     dtype: torch.dtype
     """Dtype of the model: that of its first floating-point tensor."""
@@ -42,9 +42,9 @@ class FileLayout:
     """
 
     def get_sources(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the names of the model's tensors that are needed to compute the stored tensors ``names``.
+        """Return the tensors of the model that are needed to compute the stored tensors ``names``.
 
-        The result maps these names, in the model's order, to the dtypes in which the model's tensors are stored.
+        The result maps the name of each needed tensor to its dtype, in the order of the model's tensors.
         """
         needed = frozenset[str]().union(*(self.sources[name] for name in names))
         return {name: spec.dtype for name, spec in self.specs.items() if name in needed}
@@ -63,7 +63,7 @@ def build_file_layout(
     Args:
         skeleton: The model on the meta device.
         specs: The model's tensors on the meta device.
-        tied: Names of tied tensors that are stored only once, under a different name.
+        tied: Names of tensors to leave out, because each is tied to another tensor that is stored.
         dtype: Dtype of floating-point tensors; None keeps their dtypes.
         max_shard_size: Maximum size of a file, in bytes or as a string like ``"5GB"``.
     """
@@ -124,7 +124,7 @@ def _get_dtypes(
 def _trace_conversion(
     skeleton: "PreTrainedModel", specs: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, frozenset[str]]]:
-    """Convert the meta tensors ``specs``, and record which of them each stored tensor is computed from."""
+    """Convert the model's meta tensors ``specs`` to stored tensors, and find the inputs of each stored tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
     origins = _Origins(specs)
@@ -134,9 +134,9 @@ def _trace_conversion(
 
 
 class _Origins(TorchDispatchMode):
-    """Dispatch mode that records which of ``tensors`` the result of each operation is computed from.
+    """Dispatch mode that records, for the result of each operation, which of ``tensors`` were used to compute it.
 
-    The mode identifies tensors by their storages.
+    Tensors are identified by their storages.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,10 @@
 """Export of models in Hugging Face's format, from shards or a checkpoint, without a full copy of the model in memory.
 
 The stored tensors get the names, shapes and files that ``save_pretrained`` of transformers would give them. Stored
-tensors may differ from the model's tensors: for example, packed MoE experts are stored one by one. To find out
-which of the model's tensors each stored tensor is computed from, the conversion is first run on the model without
-weights. Then the ranks write the files in parallel. Each rank writes one file at a time, from tensors that the ranks
-gather for this file.
+tensors may differ from the model's tensors: for example, a tensor that packs all experts of a layer is stored as one
+tensor per expert. This conversion is first run on the model without weights, to find out which of the model's tensors
+are needed for each stored tensor. Then the ranks write the files in parallel. Each rank writes one file at a time, from
+tensors that the ranks gather for this file.
 """
 
 import json
@@ -58,9 +58,9 @@ def export_hf(
     ``PeftModel.from_pretrained`` and ``CausalLM(lora=...)``. With ``merge``, it writes the base model with the adapter
     merged into it.
 
-    In a process group, every rank must call this function, even for a checkpoint. Each rank writes its share of the
-    files. Tensors are gathered one by one, so a rank never has more in memory than the tensors of one file and one
-    other tensor. For a checkpoint, one process without a process group is enough::
+    In a process group, every rank must call this function, even if ``source`` is a checkpoint. Each rank writes its
+    share of the files. Tensors are gathered one by one, so a rank never has more in memory than the tensors of one file
+    and one other tensor. For a checkpoint, one process without a process group is enough::
 
         export_hf("checkpoints/step=100.ckpt", "my-model")
 
@@ -79,7 +79,8 @@ def export_hf(
         merge: Whether to merge a LoRA adapter into the weights of its base and write a model without adapters.
         pretrained: Directory of the model that training began with, if this directory has moved since. It is needed for
             checkpoints without the frozen weights of this model (``CheckpointConfig(frozen_parameters=False)``).
-        overwrite: Whether to replace ``out`` if it is a directory that is not empty, once the new one is complete.
+        overwrite: Whether to replace ``out`` if it is a directory that is not empty. The old directory is kept until
+            the new one is complete.
         verify: Whether to compare data that is read from a checkpoint with its checksums.
         trust_checkpoint: Whether a checkpoint may contain arbitrary objects, which can run code when loaded.
 
@@ -147,7 +148,7 @@ def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer:
 
 
 def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
-    """Raise an error if an export to ``out`` would replace files that it may not replace.
+    """Raise an error if an export to ``out`` would replace files that must be kept.
 
     Args:
         out: Absolute path, with links resolved.
@@ -175,7 +176,7 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
 
 
 def start_draft(out: Path) -> Draft:
-    """Start the draft of an export: a hidden directory that is renamed to ``out`` once it is complete.
+    """Start an export, and return its draft: a hidden directory that is renamed to ``out`` once it is complete.
 
     Raises:
         OSError: When the parent directory of ``out`` cannot be created or written to.
@@ -198,9 +199,10 @@ def check_exportable(
     max_shard_size: int | str,
     merge: bool,
 ) -> None:
-    """Check in advance whether :func:`export_hf` can export ``module`` with these options, and raise the same errors.
+    """Check in advance whether :func:`export_hf` can export ``module`` with these options.
 
-    The module need not have weights yet.
+    If it cannot, this function raises the error that :func:`export_hf` would raise. The module need not have weights
+    yet.
 
     Raises:
         TypeError: See :func:`export_hf`.
@@ -218,7 +220,8 @@ def _wait_for_all_ranks() -> None:
     if dist.is_initialized():
         wait_for_all_ranks(
             "export a model",
-            # shorter than the timeout of the collectives in which the missing ranks may be waiting
+            # Ranks that do not export may be waiting in another collective. Use a shorter timeout than that collective
+            # has, so that the error below is raised first.
             get_group_timeout(dist.group.WORLD) / 2,  # type: ignore[arg-type]
             "Exporting is a collective: call `export_hf(...)` on all ranks, not under `if rank == 0`. A checkpoint can"
             " also be exported by one process without a process group.",
@@ -268,7 +271,7 @@ def _write_files(folder: Path, weights: Weights, layout: FileLayout) -> None:
 
 
 def _write_round(folder: Path, weights: Weights, layout: FileLayout, files: Sequence[tuple[str, list[str]]]) -> None:
-    """Gather the tensors of ``files``, at most one file per rank, and write this rank's file if it has one."""
+    """Gather the tensors of ``files`` (at most one file per rank), and write this rank's file, if there is one."""
     own = weights.read([layout.get_sources(names) for _, names in files])
     if own:
         file, names = files[get_rank()]
@@ -306,7 +309,8 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: FileLayout
     skeleton.config.save_pretrained(folder)
     if skeleton.can_generate():
         _stop_at_end_of(tokenizer, skeleton.generation_config)
-        # not `save_pretrained`, which rejects some published configs, such as one with a temperature but no sampling
+        # do not call `save_pretrained`, which rejects some published configs, such as those that set a temperature
+        # without sampling
         skeleton.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if len(layout.files) > 1:
         index = {
@@ -379,7 +383,7 @@ def _has_tokenizer(name: str | Path) -> bool:
         return any((Path(name) / file).exists() for file in files)
     try:
         return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
-    except HFValidationError:  # an empty name, or a path that no longer exists
+    except HFValidationError:  # raised for an empty name, or for a path that no longer exists
         return False
 
 

@@ -37,7 +37,7 @@ Wanted = Mapping[str, torch.dtype]
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Skeleton of a model without weights, and a function that reads its tensors."""
+    """Model without weights, and a function that reads its weights."""
 
     skeleton: "PreTrainedModel"
     """The model without weights."""
@@ -58,7 +58,7 @@ class Weights:
 
 
 def open_module(module: nn.Module, path: str | None) -> Weights:
-    """Open the Hugging Face model at ``path`` in ``module``, which may be sharded, for reading its tensors.
+    """Prepare to read the tensors of the Hugging Face model at ``path`` in ``module``, which may be sharded.
 
     Raises:
         TypeError: When ``module`` contains no such model.
@@ -85,7 +85,7 @@ def open_checkpoint(
     verify: bool,
     trust: bool,
 ) -> Weights:
-    """Open the Hugging Face model at ``model`` in a checkpoint, for reading its tensors.
+    """Prepare to read the tensors of a Hugging Face model that is stored in a checkpoint.
 
     Frozen weights that the checkpoint leaves out are read from the files of the pretrained model.
 
@@ -152,7 +152,7 @@ class _Base:
     description: Description
 
     def specs(self, stored: Mapping[str, Tensor], skeleton: nn.Module) -> dict[str, Tensor]:
-        """Return the left-out weights as meta tensors with the dtype of ``stored``, the weights in the checkpoint."""
+        """Return meta tensors for the left-out weights, in the dtype of the checkpoint's weights, ``stored``."""
         own = skeleton.state_dict()
         dtype = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
         return {name: own[name].to(dtype=dtype) for name in self.names}
@@ -161,13 +161,13 @@ class _Base:
         what = f"The checkpoint {path!r} leaves out {len(self.names)} frozen weights of the pretrained model"
         if not self.folder.is_dir():
             raise FileNotFoundError(
-                f"{what} {str(self.folder)!r}, which does not exist; give its new directory: export_hf(pretrained=...),"
-                " or --pretrained on the command line."
+                f"{what}, but the model's directory {str(self.folder)!r} does not exist; give its new directory:"
+                " export_hf(pretrained=...), or --pretrained on the command line."
             )
         if get_folder_fingerprint(self.folder) != self.fingerprint:
             raise ValueError(
-                f"{what} that training began with, but {str(self.folder)!r} has different tensors; give the directory"
-                " of that model: export_hf(pretrained=...), or --pretrained on the command line."
+                f"{what} from which training started, but {str(self.folder)!r} holds different tensors; give the"
+                " directory of the original model: export_hf(pretrained=...), or --pretrained on the command line."
             )
 
     def read(self, names: Wanted) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ class _Base:
 
 
 class _Gather:
-    """Reader that gathers a sharded state dict's tensors one by one. Each rank keeps only the tensors that it wants."""
+    """Reader that gathers a sharded state dict's tensors one by one. Each rank keeps only the tensors it asked for."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self._state = state

@@ -147,7 +147,7 @@ def _run_git(*arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_SECONDS)
-    except (OSError, subprocess.SubprocessError):  # no git, no repository or no commit
+    except (OSError, subprocess.SubprocessError):  # for example, there is no git, repository or commit
         return None
     return result.stdout.strip()
 

@@ -137,7 +137,7 @@ class WandbLogger(loggers.WandbLogger):
             if settings.api_key or has_token or get_netrc_auth(settings.base_url):
                 return None
         except Exception:
-            return None  # the start of the run will report the error
+            return None  # ignore the error, because starting the run will report it
         return (
             f"WandbLogger(offline=False) has no API key for {settings.base_url}: set WANDB_API_KEY, run `wandb login`"
             " once, or use offline: true (or WANDB_MODE=offline) and `wandb sync` later."
@@ -155,7 +155,8 @@ class WandbLogger(loggers.WandbLogger):
         """
         self._is_held, self._when_complete, self._others = True, when_complete, others
         if self.version is None:
-            self._set_id(secrets.token_hex(4))  # set an id now, since ModelCheckpoint names its directory after it
+            # set an id now, since ModelCheckpoint names its directory after the id
+            self._set_id(secrets.token_hex(4))
 
     def release(self) -> None:
         """Allow the run to start, after :meth:`hold` has postponed the start."""
@@ -180,7 +181,7 @@ class WandbLogger(loggers.WandbLogger):
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state of the run for a checkpoint: the run's id, and the row number at which to continue."""
+        """Return the run's state for a checkpoint: its id, and the number of the next row of metrics (W&B's step)."""
         return {"id": self.version, "row": getattr(self._experiment, "step", 0) + _ROWS_BEHIND_A_SAVE}
 
     def _set_id(self, id: str) -> None:
@@ -196,7 +197,7 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if wandb.run is not None:
-            return super().experiment  # Lightning uses the existing run, and warns
+            return super().experiment  # Lightning then uses the existing run and issues a warning
         try:
             return self._init(self._get_mode())
         except Exception as error:
@@ -206,15 +207,17 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         if self.save_dir and mode != "disabled":
-            os.makedirs(self.save_dir, exist_ok=True)  # if the directory is missing, W&B writes elsewhere
-        # write rows to disk often, so that a killed job does not lose rows from before its last checkpoint
+            # create the directory, because W&B would write to a different directory if it did not exist
+            os.makedirs(self.save_dir, exist_ok=True)
+        # write logged rows to disk often, so that a killed job does not lose rows from before its last checkpoint
         has_interval = "x_transaction_log_flush_interval" in wandb.Settings.model_fields  # wandb 0.31
         settings = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if has_interval else {}
         run = wandb.init(**self._wandb_init, mode=mode, settings=settings)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
         run.define_metric(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{TOTAL_TOKENS}" if self._prefix else TOTAL_TOKENS)
-        if run.step < self._first_row:  # offline, W&B does not know the run's last row
+        # an offline run does not know how many rows were logged before it resumed, so set the number of its first row
+        if run.step < self._first_row:
             run.log({}, step=self._first_row)
         run.__dict__["log"] = partial(self._try, "logging metrics", run.log)  # users call `log` too
         return run
@@ -224,7 +227,8 @@ class WandbLogger(loggers.WandbLogger):
         import wandb
 
         try:
-            wandb.teardown()  # stop W&B's service, which would otherwise keep retrying and reject the id
+            # stop W&B's background service, which would otherwise keep retrying and reject the run's id
+            wandb.teardown()
             run = self._init("offline")
         except Exception:
             return self._give_up("starting the run", error)
@@ -253,7 +257,8 @@ class WandbLogger(loggers.WandbLogger):
         path, step = get_last_saved(checkpoint_callback)
         aliases = ["latest", f"step-{step}"]
         metadata: dict[str, Any] = {"step": step, "path": path}
-        # if ModelCheckpoint monitors the step or epoch, to keep the newest checkpoints, every new one is its "best"
+        # A ModelCheckpoint may monitor the step or epoch in order to keep the newest checkpoints. It then considers
+        # every new checkpoint the best, so do not add the alias "best".
         monitor, score = checkpoint_callback.monitor, checkpoint_callback.current_score
         if monitor not in (None, "step", "epoch") and score is not None:
             metadata[monitor] = float(score)
@@ -302,7 +307,8 @@ class WandbLogger(loggers.WandbLogger):
 
         others = f"metrics still go to {self._others}" if self._others else "no other logger keeps its metrics"
         self._say_once(f"W&B: {what} failed ({error!r}). Training goes on without W&B; {others}.")
-        if isinstance(error, ConnectionError):  # W&B has lost its service, and would raise again at exit
+        # after a lost connection to its background service, W&B would raise another error at exit
+        if isinstance(error, ConnectionError):
             with suppress(Exception):
                 wandb.teardown()
         return wandb.init(id=self._id, mode="disabled")
@@ -332,7 +338,7 @@ class _StandIn:
 
 
 def _add_references(artifact: "Artifact", path: str) -> None:
-    """Add references to a checkpoint's files. Only the small file that contains all checksums is read."""
+    """Add references to a checkpoint's files to ``artifact``. W&B reads only the small file that has all checksums."""
     found = get_path(path)
     if not is_local(found):
         artifact.add_reference(path, checksum=False)

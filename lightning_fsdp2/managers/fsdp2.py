@@ -19,8 +19,8 @@ class FSDP2Manager:
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
             :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
         moe_mesh: Mesh of the experts, if it is not part of ``device_mesh``; see
-            :func:`~lightning_fsdp2.mesh.get_expert_meshes`. None for the ``ep_size`` of
-            :func:`~lightning_fsdp2.create_device_mesh`.
+            :func:`~lightning_fsdp2.mesh.get_expert_meshes`. None uses the experts' mesh that
+            :func:`~lightning_fsdp2.create_device_mesh` has built for its ``ep_size``.
 
     Raises:
         ValueError: When ``moe_mesh`` does not fit ``device_mesh``.
@@ -37,7 +37,8 @@ class FSDP2Manager:
 
     def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
         if moe_mesh is not None:
-            get_expert_meshes(device_mesh, moe_mesh)  # raises an error if the meshes do not fit each other
+            # called only because it raises an error if the two meshes are incompatible
+            get_expert_meshes(device_mesh, moe_mesh)
         self.moe_mesh = moe_mesh
         self.config = config
         self.device_mesh = device_mesh

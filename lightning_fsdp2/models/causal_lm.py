@@ -27,13 +27,20 @@ from lightning_fsdp2.models.hugging_face import (
 )
 from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
-from lightning_fsdp2.modules.structure import get_hf_models
+from lightning_fsdp2.models.router_loss import RouterLoss, check_coefficient, find_router_loss
+from lightning_fsdp2.modules.structure import get_class_name, get_hf_models
 from lightning_fsdp2.parallel.context.apply import get_optional_sharding, shard_sequence, sum_over_positions
 from lightning_fsdp2.parallel.data.gradients import get_total_norm
 from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_documents
 from lightning_fsdp2.parallel.loss.chunked import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
-from lightning_fsdp2.parallel.loss.token_mean import TokenMean, apply_token_mean_, reduce_token_losses
+from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance
+from lightning_fsdp2.parallel.loss.token_mean import (
+    TokenMean,
+    add_load_balance,
+    apply_token_mean_,
+    reduce_token_losses,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -78,13 +85,19 @@ class CausalLM(LightningModule):
             ``{r: 16, target_modules: [q_proj, v_proj]}``; ``{}`` means r=16 and alpha=32 on all linear layers. Or give
             the directory of an adapter that peft or ``export_hf`` wrote, to continue training this adapter. None trains
             the model itself.
+        router_aux_loss_coef: Coefficient of the auxiliary load-balance loss of a mixture of experts; 0 for no such
+            loss. None means the coefficient in the model's config if this config has ``output_router_logits: true``,
+            and 0 otherwise. The auxiliary loss of a micro-batch is computed over the tokens of all ranks, and added to
+            the loss of every token with a label. It is logged as ``train/load_balance_loss``, without the coefficient,
+            and is not part of ``train/loss``.
 
     Raises:
         ImportError: When ``lora`` is given and peft is not installed.
         ValueError: When both or neither of ``pretrained`` and ``config`` are given, the mapping lacks ``model_type``,
             ``loss`` or a field of ``lora`` is unknown, or ``pretrained`` is a file or a checkpoint of a training run.
-            In ``configure_model``, when ``pretrained`` is quantised, ``lora`` belongs to a different model, or the
-            model does not allow ``loss="chunked"``. Once the model is sharded, when the files do not match the model.
+            In ``configure_model``, when ``pretrained`` is quantised, ``lora`` belongs to a different model, the model
+            does not allow ``loss="chunked"``, or has no auxiliary loss for ``router_aux_loss_coef``. Once the model is
+            sharded, when the files do not match the model.
             In the first step, when a data module with ``separate_documents=True`` packs documents, and the model's
             attention would cross their boundaries.
         FileNotFoundError: When a ``pretrained`` directory has no safetensors files, or a ``lora`` directory lacks
@@ -104,6 +117,7 @@ class CausalLM(LightningModule):
         loss: LossMethod = "full",
         allow_missing: Sequence[str] = (),
         lora: dict[str, Any] | str | None = None,
+        router_aux_loss_coef: float | None = None,
     ) -> None:
         super().__init__()
         if (pretrained is None) == (config is None):
@@ -114,25 +128,27 @@ class CausalLM(LightningModule):
         if loss not in get_args(LossMethod):
             raise ValueError(f"CausalLM(loss={loss!r}) is unknown; use 'full' or 'chunked'.")
         self.save_hyperparameters(
-            "pretrained", "config", "decay_norms_and_biases", "attn_implementation", "loss", "allow_missing", "lora"
+            *("pretrained", "config", "decay_norms_and_biases", "attn_implementation", "loss", "allow_missing", "lora"),
+            "router_aux_loss_coef",
         )
         self.pretrained, self.attn_implementation = pretrained, attn_implementation
         self.decay_norms_and_biases = decay_norms_and_biases
         self.loss = loss
         self.allow_missing = allow_missing
+        self.router_aux_loss_coef = check_coefficient(router_aux_loss_coef)
         if pretrained is not None:
             get_optional_folder(pretrained)  # report a wrong path before the run starts
         self.lora_config = None if lora is None else build_lora_config(lora)
         self._lora_folder = Path(lora) if isinstance(lora, str) else None
         self.hf_config = build_config(pretrained or config)
-        if getattr(self.hf_config, "output_router_logits", False):
-            raise ValueError(
-                "CausalLM(config=...): output_router_logits=True asks for the router's auxiliary loss, which"
-                " CausalLM does not add to its own loss; leave it out, or write a LightningModule that returns"
-                " `model(...).loss`."
-            )
-        self.model = None  # `configure_model`, which Lightning calls once the mesh exists, builds the model
+        # the model is built in `configure_model`, which Lightning calls after the device mesh has been created
+        self.model = None
         self._logits_tail: LogitsTail | None = None
+        self._router_loss: RouterLoss | None = None
+        self._router_logits: tuple[Tensor, ...] | None = None
+        self._collects_router_logits = False
+        # evaluation needs no router logits, and training only for the auxiliary loss, whatever the config says
+        self._router_logits_by_default = getattr(self.hf_config.get_text_config(), "output_router_logits", False)
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
@@ -151,6 +167,7 @@ class CausalLM(LightningModule):
         if self.model is None:
             self._check_causal()
             self._build_model()
+        self._router_loss = find_router_loss(get_hf_models(self)[0], self.router_aux_loss_coef)
         if self.loss == "chunked" and self._logits_tail is None:
             if type(self).forward is not CausalLM.forward:
                 raise ValueError(
@@ -192,7 +209,7 @@ class CausalLM(LightningModule):
             hparams.update(lora=to_mapping(self.lora_config))
         leaves_out = (
             self.state_dict().keys() - checkpoint["state_dict"].keys()
-        )  # weights that are only in the pretrained files
+        )  # weights that the checkpoint leaves out, because they are in the pretrained files
         if not leaves_out and not isinstance(self.hparams["config"], dict):
             hparams.update(pretrained=None, config=self.hf_config.to_dict())
 
@@ -217,12 +234,25 @@ class CausalLM(LightningModule):
         logits of its own positions; :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence` collects the logits
         of all ranks.
         """
-        return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
+        if self._collects_router_logits or self._router_logits_by_default:
+            inputs["output_router_logits"] = self._collects_router_logits
+        output = self.model(input_ids=input_ids, use_cache=False, **inputs)
+        if self._collects_router_logits:
+            self._router_logits = getattr(output, "router_logits", None)
+        return output.logits
 
     # ------------------------------------------------------------------ steps
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return reduce_token_losses(self, *self._compute_token_losses(batch))
+        self._collects_router_logits = self._router_loss is not None
+        try:
+            losses, has_label = self._compute_token_losses(batch)
+        finally:
+            self._collects_router_logits = False
+        loss = reduce_token_losses(self, losses, has_label)
+        if self._router_loss is not None:
+            loss = loss + self._compute_router_loss(self._router_loss, batch, has_label)
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._update_evaluation_loss(batch)
@@ -264,8 +294,28 @@ class CausalLM(LightningModule):
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
         return losses, labels != IGNORE_INDEX
 
+    def _compute_router_loss(self, router_loss: RouterLoss, batch: Batch, has_label: Tensor) -> Tensor:
+        """Return the auxiliary loss of the last forward, as a scalar to add to the loss of the micro-batch."""
+        logits, self._router_logits = self._router_logits, None
+        if logits is None:
+            raise ValueError(
+                f"router_aux_loss_coef={router_loss.coefficient}: the forward of {get_class_name(self.model)} returned"
+                " no router logits; use router_aux_loss_coef=0."
+            )
+        world = getattr(self.trainer.strategy, "world", None)  # only our strategies have it
+        balance = compute_load_balance(
+            logits,
+            router_loss.top_k,
+            has_label.sum(),
+            # with context parallelism, the model has refused a batch with padding
+            attention_mask=None if get_optional_sharding(self.model) is not None else batch.get("attention_mask"),
+            group=_get_world_group() if world is None else world.loss_group,
+        )
+        return add_load_balance(self, balance, router_loss.coefficient)
+
     def _check_batch(self, batch: Batch) -> None:
-        # `setup` cannot check everything, since a user's own data module may not declare its lengths and tensor names
+        # `setup` checks only the sequence length that the data module declares. A user's own data module does not have
+        # to declare one, and the tensor names are not known before the first batch.
         length = batch["input_ids"].shape[-1]
         if length not in self._checked_lengths:
             self._checked_lengths.add(length)
@@ -283,8 +333,8 @@ class CausalLM(LightningModule):
         if getattr(datamodule, "separate_documents", False):
             is_sharded = get_optional_sharding(self.model) is not None
             return nullcontext() if is_sharded else require_separate_documents(self.model, len(inputs["input_ids"]))
-        # Without `position_ids`, no sequences are packed. Spare transformers the check for packed sequences, because
-        # it would make the CPU wait for the device.
+        # Without `position_ids`, no sequences are packed. So transformers can skip its check for packed sequences. The
+        # check would make the CPU wait for the device.
         return nullcontext() if "position_ids" in inputs else assume_unpacked_sequences()
 
     def _update_evaluation_loss(self, batch: Batch) -> None:
@@ -296,7 +346,7 @@ class CausalLM(LightningModule):
         totals, self._evaluation_totals = self._evaluation_totals, None
         if totals is None:
             return
-        # log tensors in host memory, so that the progress bar does not wait for the device at every refresh
+        # log metrics from host memory, so that the progress bar does not wait for the device at every refresh
         totals = sum_over_positions(self.model, totals)
         loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
         loss = loss_sum / tokens
@@ -329,7 +379,7 @@ class CausalLM(LightningModule):
         mean = apply_token_mean_(self, _get_world_group(), loss_divisor=self.trainer.accumulate_grad_batches)
         self._token_mean = mean or getattr(self.trainer.strategy, "token_mean", None)
         if is_logging_step(self.trainer):
-            # read the rate before the schedule changes it
+            # read the learning rate before the schedule changes it
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def configure_gradient_clipping(
@@ -340,7 +390,7 @@ class CausalLM(LightningModule):
     ) -> None:
         is_logged = is_logging_step(self.trainer)
         plugin: Any = self.trainer.precision_plugin
-        # under our strategies, the precision plugin has the norm that was computed for clipping
+        # do not compute the norm twice: when our strategies clip by norm, their precision plugin stores the norm
         is_told = gradient_clip_val and gradient_clip_algorithm != "value" and hasattr(plugin, "gradient_norm")
         if is_logged and not is_told:
             self._gradient_norm = get_total_norm(self.parameters())
@@ -355,8 +405,10 @@ class CausalLM(LightningModule):
         norm, self._gradient_norm = self._gradient_norm, None
         if mean is None or norm is None or not is_logging_step(self.trainer):
             return
-        names = ("train/loss", "train/tokens", "train/gradient_norm")
-        values = (mean.loss, mean.tokens, norm)
+        names: tuple[str, ...] = ("train/loss", "train/tokens", "train/gradient_norm")
+        values = [mean.loss, mean.tokens, norm]
+        if mean.load_balance is not None:
+            names, values = (*names, "train/load_balance_loss"), [*values, mean.load_balance]
         # Copy all metrics to host memory at once, so that the CPU waits for the device only once per logging step.
         numbers = torch.stack([value.double() for value in values]).cpu()
         metrics = dict(zip(names, numbers, strict=True))

@@ -65,7 +65,7 @@ def load_from_checkpoint(
             objects and is not trusted. For a different model, the message lists missing and unexpected keys.
     """
     if not (isinstance(cls, type) and issubclass(cls, LightningModule | LightningDataModule)):
-        raise TypeError(f"load_from_checkpoint(cls={cls!r}): pass a class of LightningModules or LightningDataModules.")
+        raise TypeError(f"load_from_checkpoint(cls={cls!r}): pass a LightningModule or LightningDataModule class.")
     if trust_checkpoint and weights_only:
         raise ValueError("trust_checkpoint=True allows objects that weights_only=True rejects; leave one of them out.")
     is_trusted = trust_checkpoint if weights_only is None else not weights_only
@@ -76,13 +76,13 @@ def load_from_checkpoint(
         return cast(T, load_from_state(cls, checkpoint, **kwargs))
     left_out = checkpoint.pop(LEFT_OUT_KEY, [])
     is_strict = strict
-    if left_out:  # the left-out weights are loaded later, from the pretrained files
+    if left_out:  # the weights that the checkpoint leaves out are loaded later, from the pretrained files
         strict = False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module: Any = load_from_state(cls, checkpoint, strict=strict, **kwargs)
-        if is_meta(module):  # weights cannot be copied to the meta device
+        if is_meta(module):  # not loaded yet, since weights cannot be copied to the meta device
             strict = module.strict_loading if strict is None else strict
             if not strict:  # weights that the checkpoint lacks are in the pretrained files
                 load_pretrained(module, torch.device("cpu"))

@@ -220,7 +220,7 @@ def _get_class(name: str) -> Any:
 
 
 def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
-    config_class = getattr(model_class, "config_class", None)  # auto classes have no config class
+    config_class = getattr(model_class, "config_class", None)  # auto classes do not have this attribute
     if config_class is not None and not isinstance(config, config_class):
         raise ValueError(
             f"from_pretrained(auto_class={model_class.__name__!r}) needs a {config_class.__name__}, but the config of"
@@ -241,7 +241,7 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
         if name in known.to_dict() or hasattr(known, name) or name in undeclared:
             continue
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
-        # Accept the old name of a renamed field. An old name changes the value of the field with the new name.
+        # Accept the old name of a renamed field: it changes the field with the new name, while a typo changes nothing.
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
             raise ValueError(
                 f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. Its fields are"

@@ -36,8 +36,8 @@ def check_causal(config: "PretrainedConfig", source: str) -> None:
     raise ValueError(
         f"CausalLM({source}): model_type={config.model_type!r} is not causal with this config: the logits at a position"
         " depend on later tokens, which are the labels, so the model would learn to copy them. For next-token training,"
-        f" {as_decoder}use a causal model; to train this model in another way, write a LightningModule with the loss"
-        " that it is made for."
+        f" {as_decoder}use a causal model. To train this model in another way, write a LightningModule with a loss"
+        " that suits the model."
     )
 
 
@@ -59,7 +59,9 @@ def check_length(config: "PretrainedConfig", length: int, source: str, *, restar
     what = f"{source} is more than the {positions} positions of this {config.model_type} ({name})"
     remedy = f"Shorten the sequences to {positions}"
     if ends and not restarts:
-        raise ValueError(f"{what}, and the model cannot take more. {remedy}, or give a new model a larger {name}.")
+        raise ValueError(
+            f"{what}, and the model does not support longer sequences. {remedy}, or give a new model a larger {name}."
+        )
     if ends:
         rank_zero_warn(f"{what}: a longer document would end the run with an index error. {remedy}.")
     else:
@@ -83,13 +85,16 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
     for name in names - arguments.keys() - _OF_TOKENIZERS:
         if nearest := get_close_matches(name, arguments.keys() - names, n=1, cutoff=0.8):
             raise ValueError(
-                f"The batch has {name!r}, which {get_class_name(model)} would ignore, and no {nearest[0]!r}. Rename"
-                f" it to {nearest[0]!r}, or leave it out of the batch."
+                f"The batch has {name!r}, which {get_class_name(model)} would ignore. Rename it to {nearest[0]!r},"
+                " which the batch lacks, or leave it out of the batch."
             )
 
 
 def _is_causal_by_config(config: "PretrainedConfig") -> bool:
-    """Return whether a config says that its model is causal. Use this only if no trial run is possible."""
+    """Return whether a config says that its model is causal.
+
+    This is less reliable than a trial run of the model. Use it only if no trial run is possible.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     text = config.get_text_config()

@@ -80,9 +80,8 @@ def check_base(folder: Path, config: "LoraConfig", pretrained: str, weights: Pat
         return
     if fingerprint != get_folder_fingerprint(weights):
         raise ValueError(
-            f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} is not the model"
-            f" pretrained={pretrained!r}, whose files have different tensors; give pretrained={base!r}, or an adapter"
-            f" of {pretrained!r}."
+            f"{folder / CONFIG_FILE}: base_model_name_or_path={base!r} and pretrained={pretrained!r} are different"
+            f" models (their files have different tensors); give pretrained={base!r}, or an adapter of {pretrained!r}."
         )
 
 
@@ -91,14 +90,14 @@ def add_lora(
 ) -> "PeftModel":
     """Freeze ``model`` and put adapters around its layers.
 
-    If the model is on the meta device, the adapters get their weights later, together with the model. peft's code
-    initialises new adapters, to the same values on any mesh.
+    If the model is on the meta device, the adapters get their weights later, together with the model. New adapters
+    are initialised by peft's code, and their values do not depend on the mesh.
 
     Args:
         model: Model to change in place.
         config: Config from :func:`build_lora_config`.
         base: Name of the base model to record in the adapters' config.
-        folder: Directory of an adapter to continue training; None for a new one.
+        folder: Directory of an existing adapter whose training continues. None for a new adapter.
 
     Raises:
         ValueError: When ``model`` has no modules with the names in the config, or when the adapter in ``folder``
@@ -121,7 +120,7 @@ def add_lora(
 
 
 def to_mapping(config: "LoraConfig") -> dict[str, Any]:
-    """Return the fields of ``config`` that differ from peft's defaults, as plain types for hyper-parameters."""
+    """Return the fields of ``config`` that differ from peft's defaults, as plain types to save as hyperparameters."""
     default = type(config)()
     fields = {name: getattr(config, name) for name in _FIELDS if hasattr(config, name)}
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
@@ -165,8 +164,8 @@ def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str]
     init = fields.get("init_lora_weights", True)
     if init not in (True, False, "gaussian"):
         raise ValueError(
-            f"{source}: init_lora_weights={init!r} needs the whole weights of the base, which no rank has; use true,"
-            " false or 'gaussian'."
+            f"{source}: init_lora_weights={init!r} needs the unsharded weights of the base model, which no rank has;"
+            " use true, false or 'gaussian'."
         )
 
 

@@ -1,9 +1,9 @@
-"""Trial runs of a small copy of a language model, to find out properties that its config does not reveal.
+"""Trial runs of a small copy of a language model, to determine properties that its config does not reveal.
 
-A trial answers two questions. Do tokens attend to later tokens, which the model should learn to predict?
-Does the model accept more positions than its config specifies? Configs answer these questions in different ways, or not
-at all. So a copy of the config is reduced to two small layers, and a model with the reduced config runs on the CPU, in
-a fraction of a second.
+A trial answers two questions. Do tokens attend to later tokens, although the model is trained to predict these? Does
+the model accept more positions than its config specifies? Configs answer these questions in different ways, or not at
+all. A trial therefore reduces a copy of the config to two small layers, and runs a model with the reduced config on the
+CPU, in a fraction of a second.
 """
 
 import copy
@@ -85,7 +85,7 @@ def try_config(config: "PretrainedConfig") -> Trial | None:
 
 def _try_cuts(config: "PretrainedConfig") -> Trial | None:
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the real model will cause the same warnings when it is built
+    logging.set_verbosity_error()  # building the real model will show the same warnings, so hide them here
     try:
         for cuts_widths in (True, False):
             # transformers may raise any error if the reduced fields of a config do not fit together
@@ -107,7 +107,7 @@ def _try(config: "PretrainedConfig") -> Trial:
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed accelerators too
         model = build_model(config, on_meta=False, **options).eval()
         for weight in model.parameters():
-            if weight.ndim > 1:  # with small weights, attention would be almost uniform
+            if weight.ndim > 1:  # replace the small initial weights, with which attention would be almost uniform
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         return Trial(_is_causal(model), _count_lost_positions(model, config))
 
@@ -178,5 +178,8 @@ def _get_cuts(fields: dict[str, Any], cuts_widths: bool) -> dict[str, Any]:
 
 
 def _choose_layers(kinds: Any) -> tuple[int, int]:
-    """Return the indices of the first layer and the first layer of another kind (or 0 and 1 if all are of one kind)."""
+    """Return the indices of two layers of different kinds: layer 0, and the first layer that differs from it.
+
+    The indices are 0 and 1 if all layers are of the same kind.
+    """
     return 0, next((i for i, kind in enumerate(kinds or ()) if kind != kinds[0]), 1)

@@ -1,11 +1,12 @@
 """Search for packed experts: modules that hold all experts of a mixture-of-experts layer in stacked parameters.
 
-All mixtures in transformers that pack their experts call them in the same way: ``experts(hidden_states, indices,
-weights)``. Experts are found by this signature and by their parameters, so the names of classes do not matter.
+All mixture-of-experts layers in transformers that pack their experts call them in the same way:
+``experts(hidden_states, indices, weights)``. Experts are found by this signature and by their parameters, so the names
+of classes do not matter.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ _MESH_ATTRIBUTE = "_lightning_fsdp2_expert_mesh"
 
 
 def find_experts(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the modules of packed experts among ``modules``, which do not have expert parallelism yet."""
+    """Return those of ``modules`` that hold packed experts. Expert parallelism must not have been applied yet."""
     return [module for module in modules if is_packed_experts(module)]
 
 
@@ -32,13 +33,23 @@ def is_packed_experts(module: nn.Module) -> bool:
     return all(p.ndim > 0 and p.size(0) == number for p in parameters) and len(get_arguments(module)) == 3
 
 
+def get_optional_shard_dim(sizes: Sequence[int], ranks: int) -> int | None:
+    """Return the dim along which to shard a stack of experts: the first dim divisible by ``ranks``, or None.
+
+    Args:
+        sizes: Shape of the stack that one expert parallel rank holds. Dim 0 is the number of its experts.
+        ranks: Number of ranks with the same experts.
+    """
+    return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), None)
+
+
 def get_arguments(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's forward."""
     return list(inspect.signature(module.forward).parameters)
 
 
 def set_expert_mesh(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Note that the experts of ``module`` are distributed over ``mesh``, for :func:`get_optional_expert_mesh`."""
+    """Record that the experts of ``module`` are distributed over ``mesh``."""
     module.__dict__[_MESH_ATTRIBUTE] = mesh
 
 
@@ -49,9 +60,9 @@ def get_optional_expert_mesh(module: nn.Module) -> DeviceMesh | None:
 
 
 def get_shared_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that all experts of a layer share, such as a norm, if ``modules`` have expert parallelism.
+    """Return the submodules that all experts of a layer share, such as a norm.
 
-    Each rank applies them to the tokens that its own experts get.
+    Only layers with expert parallelism count. Each rank applies the shared submodules to the tokens of its own experts.
     """
     experts = [module for module in modules if get_optional_expert_mesh(module) is not None]
     return [inner for module in experts for inner in module.modules() if inner is not module]

@@ -1,4 +1,4 @@
-"""Common interface of the sharders other than FSDP2, so that other code need not know which one a module has.
+"""Common interface of the sharders other than FSDP2, so that other code need not know which sharder a module uses.
 
 FSDP2 keeps its state on each module that ``fully_shard`` was applied to. Modules sharded by FSDP2 therefore have no
 sharder object.
@@ -28,11 +28,11 @@ class Sharder(Protocol):
         ...
 
     def defer_sync(self) -> AbstractContextManager[None]:
-        """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
+        """Skip gradient reduction inside the ``with`` block, which runs a micro-batch before the last one of a step."""
         ...
 
     def get_checkpointed_module(self) -> nn.Module:
-        """Return the module whose parameters and names go into checkpoints, ready to be saved or loaded."""
+        """Prepare the module whose parameters and names go into checkpoints for saving or loading, and return it."""
         ...
 
 

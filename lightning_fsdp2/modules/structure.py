@@ -56,7 +56,7 @@ class ModelParts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelStructure:
-    """Parts of a root module that a recipe works on, such as its Hugging Face models and its layers."""
+    """Parts of a root module, such as its Hugging Face models and its layers."""
 
     root: nn.Module
 
@@ -257,7 +257,8 @@ def get_called_children(module: nn.Module) -> list[nn.Module]:
 def has_forward(module: nn.Module) -> bool:
     """Return whether ``module`` has a forward, during which its weights can be gathered."""
     if isinstance(module, torch.jit.ScriptModule):
-        return hasattr(module, "forward")  # TorchScript keeps the forward in C++, so it cannot be read from the class
+        # TorchScript keeps the forward in C++, so comparing Python methods would not find it
+        return hasattr(module, "forward")
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

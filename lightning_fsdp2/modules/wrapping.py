@@ -14,7 +14,7 @@ def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "for
     layers of transformers also covers the ``forward`` of a subclass, so recomputation includes the wrapper. Hooks would
     not work, because recomputation stops early with an exception, after which torch does not call forward hooks.
     """
-    if name in module.__dict__:  # already replaced for this instance
+    if name in module.__dict__:  # the method was already replaced on this instance
         method = getattr(module, name)
         setattr(module, name, functools.wraps(method)(functools.partial(wrapper, method)))
         return
@@ -26,7 +26,10 @@ def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "for
 
 @functools.cache
 def _make_wrapping_class(base: type[nn.Module], attribute: str, name: str) -> type[nn.Module]:
-    """Make one wrapping class for all modules of class ``base``, so that they share compiled code."""
+    """Make the subclass of ``base`` that calls the wrapper.
+
+    The subclass is cached, so that all modules of class ``base`` share it and its compiled code.
+    """
     method = getattr(base, name)
 
     @functools.wraps(method)

@@ -15,11 +15,11 @@ sum_over_ranks       summands -> equal, used differently   all-reduce          a
 exchange             rows for each rank -> received rows   all-to-all          all-to-all
 ===================  ====================================  ==================  =====================
 
-:data:`KINDS` is the same table for :mod:`~lightning_fsdp2.parallel.tensor.verification`.
+:data:`KINDS` holds the column ``input -> output`` for :mod:`~lightning_fsdp2.parallel.tensor.verification`.
 
 "Equal" values are the same on every rank. "Used equally" means that every rank does the same computation with them, so
 that every rank has the complete gradient. "Used differently" means that each rank computes a different part of the
-result, so that each rank's gradient is only a summand.
+result, so that each rank's gradient is only a summand. "Summands" must be added up over the ranks.
 
 The first two functions are *f* and *g* of Megatron-LM (https://arxiv.org/abs/1909.08053). ``gather_shards`` and
 ``reduce_scatter`` come from Megatron-LM's sequence parallelism (https://arxiv.org/abs/2205.05198). ``torch.compile``
@@ -61,25 +61,34 @@ def copy_together(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tenso
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over the ranks, to be used in the same computation on every rank."""
+    """Return the sum of ``tensor`` over the ranks.
+
+    All ranks must do the same computation with the sum, because backward does not sum the gradient over the ranks.
+    """
     return _Reduce.apply(tensor, group)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of ``tensor`` over the ranks.
 
-    Each rank may use the sum in a different computation, because backward sums its gradient over the ranks, too.
+    Each rank may use the sum in a different computation, because backward also sums the gradient over the ranks.
     """
     return copy_to_ranks(reduce_from_ranks(tensor, group), group)
 
 
 def gather_shards(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate shards along ``dim`` to ``size`` elements, to be used in the same computation on every rank."""
+    """Concatenate the shards of all ranks along ``dim``, to a total size of ``size``.
+
+    All ranks must do the same computation with the result, because backward does not sum the gradient over the ranks.
+    """
     return _Gather.apply(tensor, dim % tensor.ndim, size, group)
 
 
 def gather_for_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate equally sized shards along ``dim``, to be used in a different computation on each rank."""
+    """Concatenate the equally sized shards of all ranks along ``dim``.
+
+    Each rank may use the result in a different computation, because backward sums the gradient over the ranks.
+    """
     return _GatherForRanks.apply(tensor, dim % tensor.ndim, group)
 
 
@@ -101,13 +110,13 @@ def split(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of the sum of ``tensor`` over the ranks.
 
-    The size of ``dim``, along which the sum is cut, must be divisible by the number of ranks.
+    The sum is cut along ``dim``, whose size must be divisible by the number of ranks.
     """
     return _ReduceScatter.apply(tensor, dim % tensor.ndim, group)
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the first ``sent[0]`` rows to rank 0 of ``group``, the next ones to rank 1, and so on.
+    """Send the first ``sent[0]`` rows to rank 0 of ``group``, the next ``sent[1]`` rows to rank 1, and so on.
 
     Args:
         rows: Tensor [sum of ``sent``, ...].
@@ -232,7 +241,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Kind(Enum):
-    """Kind of values that the ranks hold; the table at the top of this file uses the same words."""
+    """Kind of values in a tensor: equal on all ranks or not. The table at the top of this file explains the terms."""
 
     EQUAL = "equal"
     OWN = "shards or summands, or values that a rank computed from them"
@@ -248,14 +257,14 @@ KINDS: dict[type[torch.autograd.Function], tuple[Kind, Kind]] = {
     _Split: (Kind.EQUAL, Kind.OWN),
     _ReduceScatter: (Kind.OWN, Kind.OWN),
     _Exchange: (Kind.OWN, Kind.OWN),
-    _Twin: (Kind.EITHER, Kind.OWN),  # EITHER, because one input is a shard and the other is the gathered tensor
+    _Twin: (Kind.EITHER, Kind.OWN),  # EITHER: one input is a shard (OWN), the other is the gathered tensor (EQUAL)
 }
 """Kinds of the input and of the output of each autograd function."""
 
 
 def _take(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     start, length = get_shard_range(tensor.size(dim), group.rank(), group.size())
-    # always a copy: with torch 2.11, an input gets a zero gradient if a compiled function returns a view of the input
+    # always return a copy: with torch 2.11, an input gets a zero gradient if a compiled function returns a view of it
     return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
@@ -266,5 +275,5 @@ def _concatenate(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) 
     if missing:
         tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
     gathered = all_gather_tensor(tensor, dim, group)
-    # the slice without the padding is a view for autograd; FSDP2 warns about modules that return a view, so detach it
+    # detach the unpadded slice: autograd treats it as a view, and FSDP2 warns about modules that return a view
     return gathered.narrow(dim, 0, size).detach() if gathered.size(dim) != size else gathered

@@ -64,12 +64,12 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank got there within {timeout}"
+            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank reached this point within {timeout}"
             f"{_name_missing_ranks(store, keys)}. {remedy}"
         ) from error
     store.delete_key(keys[dist.get_rank()])
-    # The store disappears when the process of rank 0 ends, and this may be the last call of a script.
-    # Rank 0 therefore waits until the other ranks are done with the store.
+    # The store disappears when the process of rank 0 ends, which may be right after this call.
+    # Rank 0 therefore waits until the other ranks no longer need the store.
     dist.barrier(group)
     if codes.tolist() != [code, -code]:
         raise RuntimeError(
@@ -82,7 +82,7 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 
     Args:
         action: Function to run; its result is pickled.
-        group: Process group of all ranks. With a CPU group, the accelerator is not needed.
+        group: Process group of all ranks. A CPU group communicates without the accelerator.
     """
     result: Any = None
     failure: Exception | None = None
@@ -130,6 +130,6 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
     try:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:  # the process that holds the store has ended
+    except RuntimeError:  # the store is gone, because the process that hosted it has ended
         return ""
     return f": {'ranks' if len(missing) > 1 else 'rank'} {describe_ranks(missing)} did not" if missing else ""

@@ -12,10 +12,13 @@ _LISTED = 16
 
 @contextmanager
 def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
-    """Raise the error of any rank on all ranks, at the end of the block. Every rank must enter the block.
+    """Raise an error on all ranks at the end of a ``with`` block if any rank failed in it.
+
+    Every rank must enter the block.
 
     Args:
-        groups: Process groups that pass an error on, in this order, until all ranks have it. Empty for one process.
+        groups: Process groups that share an error, one group after another. After the last group, all ranks must have
+            the error. Empty for one process.
 
     Raises:
         Exception: This rank's own error, or else the error of the first rank that has one.

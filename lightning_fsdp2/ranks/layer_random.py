@@ -15,7 +15,7 @@ from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch
 
 
 class LayerRandom:
-    """Switch between two random states during a layer's forward: the common state of all ranks, and this rank's own.
+    """Helper that switches a layer's forward between the common random state of all ranks and this rank's own state.
 
     A rank's own state is seeded from the common state in each forward, so nothing has to be kept between forwards.
     Activation checkpointing restores the common state, so the recomputation draws the same numbers.

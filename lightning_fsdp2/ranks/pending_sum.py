@@ -20,7 +20,8 @@ _FREE = {
     *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_base")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")),
-    Tensor.register_hook,  # FSDP2 calls this on a layer's output, after it has read `_base`
+    # FSDP2 reads `_base` of every layer's output and registers a hook on the output; neither needs the values
+    Tensor.register_hook,
     torch.is_floating_point,
 }
 """Functions of a tensor that do not read its values."""
@@ -46,7 +47,7 @@ class Summands:
 
     @property
     def is_added(self) -> bool:
-        """Whether the whole sum was computed. If so, the code that asked for it may have changed it in place."""
+        """Whether the whole sum was computed. Code that has read the sum may have changed it in place."""
         return self._sum is not None
 
     def add(self) -> Tensor:
@@ -72,15 +73,15 @@ class Summands:
         return self._parts[dim].detach()
 
     def end(self) -> None:
-        """Drop the summands at the end of the forward, because a later collective to add them up might hang."""
+        """Drop the summands. Called at the end of the forward, because adding them up later might hang."""
         self._tensor = None
 
     def _get_tensor(self) -> Tensor:
         if self._tensor is None:
             raise RuntimeError(
-                "sequence_parallel=True: the output of the input embedding was read after the forward of its model,"
-                " when the ranks can no longer add it up. Read it in the forward or in a forward hook of the"
-                " embedding, or use sequence_parallel=False."
+                "sequence_parallel=True: the output of the input embedding was read after the model's forward had"
+                " ended, when the ranks can no longer sum it. Read the output in the forward or in a forward hook of"
+                " the embedding, or use sequence_parallel=False."
             )
         return self._tensor
 
@@ -101,7 +102,7 @@ class PendingSum(Tensor):
 
     @staticmethod
     def make(tensor: Tensor, group: dist.ProcessGroup, *, is_watched: bool = False) -> "PendingSum":
-        """Return the sum of ``tensor`` over the ranks of ``group``, without communication; see :class:`Summands`."""
+        """Return a lazy sum of ``tensor`` over the ranks of ``group``. For the arguments, see :class:`Summands`."""
         return _Pend.apply(tensor, Summands(tensor.detach(), group, is_watched=is_watched))
 
     # `like` is a Tensor, but annotated as Any, because jsonargparse's help would otherwise list all tensor classes.
@@ -115,7 +116,7 @@ class PendingSum(Tensor):
     def get_whole(self) -> Tensor:
         """Return the sum as a plain tensor. The sum is computed only once."""
         if self._whole is None:
-            # autograd always records the sum, since later readers may need gradients even if the first reader does not
+            # always record the sum for autograd, because later readers may need gradients even if the first does not
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Whole.apply(self)
         return self._whole
@@ -135,9 +136,11 @@ class PendingSum(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:  # activation checkpointing detaches its input to save it
+        # do not sum when activation checkpointing detaches an input to save it
+        if func is torch.ops.aten.detach.default:
             return PendingSum(args[0].summands, args[0])
-        # calls that bypass __torch_function__ get here after autograd has recorded them, so the sum needs no gradients
+        # calls that bypass __torch_function__ arrive here after autograd has recorded them, so add up the summands
+        # without recording the sum
         args, kwargs = tree_map_only(PendingSum, lambda pending: pending.summands.add(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

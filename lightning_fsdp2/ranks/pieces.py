@@ -1,14 +1,14 @@
-"""The pieces of a DTensor that a rank holds, even for shards that are not contiguous or not of even size.
+"""The pieces of a DTensor that a rank holds, including shards that are not contiguous or differ in size.
 
-Most shards are as ``Shard`` describes them. Two kinds are not:
+Most shards are laid out as ``Shard`` describes. Two kinds are not:
 
 * *Packed* shards. Under tensor parallelism, a weight may pack several projections along a dim, such as gate and up. A
   rank holds a piece of every projection. The placement is ``_StridedShard``, and ``split_factor`` is the number of
   projections.
 * *Uneven* shards. Megatron-FSDP puts many parameters into one buffer and cuts the buffer into equal parts. A small
   parameter may be whole on one rank, and a larger one is cut at an arbitrary row. The DTensors nevertheless have the
-  placement ``Shard(0)``. They are recognised by the special name of their mesh axis, which is the same on all ranks.
-  Optimizer states and gradients made from a parameter have this axis too.
+  placement ``Shard(0)``. They are recognised by their mesh axis, which has a special name on all ranks. Optimizer
+  states and gradients made from a parameter have this axis too.
 
 FSDP2 uses ``_StridedShard`` too, if later mesh axes shard the same dim. But then each rank holds one piece, and
 ``split_factor`` is the number of shards that the later axes make. So a shard is packed if its ``split_factor`` differs
@@ -71,7 +71,7 @@ def get_packed_placements(tensor: DTensor) -> dict[int, Any]:
 
 
 def get_uneven_group(tensor: DTensor) -> dist.ProcessGroup | None:
-    """Return the process group that holds the shards of an uneven ``tensor``; None if each of its ranks holds all rows.
+    """Return the process group whose ranks hold the shards of an uneven ``tensor``, or None if every rank has all rows.
 
     With tensor parallelism, "all rows" means all rows of the tensor parallel shard.
     """
@@ -84,7 +84,8 @@ def get_pieces(tensor: DTensor, first_row: int = 0) -> list[Piece]:
 
     Args:
         tensor: DTensor with shards of any kind.
-        first_row: For an uneven tensor, the number of rows on the ranks of :func:`get_uneven_group` before this rank.
+        first_row: For an uneven tensor, the number of rows held by lower ranks in the group from
+            :func:`get_uneven_group`.
     """
     dims = [[_Range(0, size)] for size in tensor.shape]
     for axis in _list_sharding_axes(tensor):
@@ -117,12 +118,16 @@ def _list_sharding_axes(tensor: DTensor) -> list[int]:
     """Return the mesh axes that shard ``tensor``, in the order in which they cut it."""
     packed = get_packed_placements(tensor)
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    # FSDP2 cuts the shards that the later axes have made, and marks this with a strided placement
+    # In the mesh, FSDP2's axis comes before the other axes. However, FSDP2 shards last: it cuts the shards that the
+    # other axes have made. FSDP2 marks this order with a strided placement, so axes with such a placement come last.
     return sorted(axes, key=lambda axis: isinstance(tensor.placements[axis], StridedShard) and axis not in packed)
 
 
 def _shard(ranges: list[_Range], tensor: DTensor, axis: int) -> list[_Range]:
-    """Return the parts of ``ranges`` that this rank keeps when the mesh axis ``axis`` shards them, packed or evenly."""
+    """Return the parts of ``ranges`` that this rank keeps after sharding over the mesh axis ``axis``.
+
+    If the shards are packed, the rank keeps a part of each packed projection.
+    """
     packed = get_packed_placements(tensor).get(axis)
     count = 1 if packed is None else packed.split_factor
     size = sum(length for _, length in ranges) // count
@@ -132,7 +137,7 @@ def _shard(ranges: list[_Range], tensor: DTensor, axis: int) -> list[_Range]:
 
 
 def _cut(ranges: list[_Range], start: int, length: int) -> list[_Range]:
-    """Return the parts of ``ranges`` that contain ``length`` indices, beginning at the ``start``-th index."""
+    """Take ``length`` indices from the concatenated ``ranges``, from position ``start`` on. Return their ranges."""
     found = []
     for first, count in ranges:
         skipped = min(max(start, 0), count)
@@ -144,7 +149,7 @@ def _cut(ranges: list[_Range], start: int, length: int) -> list[_Range]:
 
 
 def _list_slices(ranges: list[_Range]) -> list[tuple[slice, slice]]:
-    """Return the position of each range in the local tensor and in the whole tensor."""
+    """Convert each range to a pair: its slice of the local tensor, and its slice of the whole tensor."""
     ends = itertools.accumulate(length for _, length in ranges)
     return [
         (slice(end - length, end), slice(start, start + length))

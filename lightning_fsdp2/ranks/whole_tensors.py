@@ -36,7 +36,7 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 
 def reshard_like(tensor: Tensor, like: DTensor) -> DTensor:
-    """Return ``tensor`` in its own dtype, sharded exactly as ``like``. Every rank must call this function.
+    """Return ``tensor`` in its own dtype, sharded in the same way as ``like``. Every rank must call this function.
 
     Args:
         tensor: Unsharded tensor, or DTensor with shards of any kind.
@@ -64,7 +64,7 @@ def copy_part_(target: Tensor, tensor: Tensor) -> None:
 
 
 def get_first_row(tensor: DTensor) -> int:
-    """Return the number of rows of an uneven tensor that the ranks before this rank hold.
+    """Return how many rows of an uneven tensor are on the ranks before this one.
 
     Every rank must call this function.
     """
@@ -73,7 +73,7 @@ def get_first_row(tensor: DTensor) -> int:
 
 
 def _gather(tensor: DTensor) -> Tensor:
-    """Gather the uneven shards into tensor parallel shards, and then gather the tensor parallel shards."""
+    """Join the uneven shards into this rank's tensor parallel shard, then those shards into the whole tensor."""
     local, group = tensor.to_local().detach(), get_uneven_group(tensor)
     if group is not None:
         counts = _get_counts(tensor, group)

@@ -18,6 +18,7 @@ from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
 from lightning_fsdp2.parallel.data.units import build_unit_plan
 from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
+from lightning_fsdp2.parallel.expert.checks import check_experts
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.layers.compile import apply_compile
@@ -75,6 +76,7 @@ def parallelize_with_fsdp2(
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
     check_reshard_after_forward(config.reshard_after_forward, get_shard_size(axes.fsdp))
     policy = resolve_mp_policy(config.mp_policy)
+    _check_experts(structure, axes, config, policy)
     fusion = get_optional_fusion(axes.tp, config)
     warn_of_tensor_parallel_flags(axes.tp, config)
     _warn_of_context_parallel_flags(axes.cp, config)
@@ -105,6 +107,25 @@ def parallelize_with_fsdp2(
         materialize(model, weights_device, device_mesh)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
     return model
+
+
+def _check_experts(
+    structure: ModelStructure, axes: MeshAxes, config: FSDP2Config, policy: MixedPrecisionPolicy
+) -> None:
+    """Check that expert parallelism is possible, before the model is changed."""
+    if axes.ep is None or axes.experts is None:
+        return
+    ranks, shards = axes.ep.size(), get_shard_size(axes.experts)
+    check_experts(structure, ranks=ranks, shards=shards, reduce_dtype=policy.reduce_dtype)
+    is_full = config.activation_checkpointing in (True, "full")
+    if config.enable_compile and is_full and axes.tp is not None and not config.sequence_parallel:
+        raise ValueError(
+            f"enable_compile=True with activation_checkpointing='full', tensor parallelism and ep_size={ranks}: in"
+            " backward, torch would recompute a layer with graphs that differ from the graphs of its forward; use"
+            " activation_checkpointing='selective', or sequence_parallel=True."
+        )
+    if shards > 1:  # a single shard is never gathered, so there is nothing to reshard
+        check_reshard_after_forward(config.reshard_after_forward, shards, "experts")
 
 
 def maybe_apply_tensor_parallel(
@@ -152,9 +173,10 @@ def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, c
 def resolve_mp_policy(
     mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
 ) -> MixedPrecisionPolicy:
-    """Return ``mp_policy``, or else a policy for ``param_dtype``, and set a missing ``reduce_dtype`` to float32.
+    """Return a mixed-precision policy: ``mp_policy`` or, if that is None, a new policy for ``param_dtype``.
 
-    In torch, ``reduce_dtype=None`` means ``param_dtype`` up to 2.14, and the gradient's dtype from 2.15 on.
+    If the policy has no ``reduce_dtype``, float32 is used. In torch up to 2.14, ``reduce_dtype=None`` means
+    ``param_dtype``; from torch 2.15 on, it means the gradient's dtype.
 
     Raises:
         ValueError: When the compute dtype is float16 or float64.
@@ -170,16 +192,18 @@ def resolve_mp_policy(
 
 
 def get_optional_offload_policy(config: FSDP2Config, device: torch.device) -> CPUOffloadPolicy | None:
-    """Return the policy that says where shards are stored between uses.
+    """Return the policy that keeps shards in host memory between uses, or None if the config has no such policy.
 
-    The result is None if ``device`` is a CPU: shards are in host memory anyway, and cannot be pinned.
+    The result is also None if ``device`` is a CPU: shards are in host memory anyway, and cannot be pinned.
     """
-    # the cast is safe, because the config has already replaced a bool by a policy
+    # the cast is safe, because the config has already replaced a bool with a policy
     return None if device.type == "cpu" else cast(CPUOffloadPolicy | None, config.offload_policy)
 
 
 def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> CollectiveFusion | None:
-    """Return the fusion that overlaps collectives of compiled layers with matrix products; None if it is disabled.
+    """Return a ``CollectiveFusion``, which overlaps the collectives of compiled layers with matrix products.
+
+    Return None if ``enable_async_tensor_parallel`` is not set.
 
     Raises:
         ValueError: When there are no collectives to overlap, or the devices cannot overlap them.

@@ -1,4 +1,4 @@
-"""Imports of objects that users name by their import path: classes, tensor parallel plans and unit classes."""
+"""Imports of objects that users name by their import path: classes, tensor parallel plans and Megatron-FSDP units."""
 
 import importlib
 import logging

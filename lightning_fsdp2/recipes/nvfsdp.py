@@ -91,8 +91,8 @@ def nvfsdp_strategy_parallelize(
 def _check_axis_name(option: str, name: str, axis: str) -> None:
     if name != axis:
         raise ValueError(
-            f"{option}={name!r}: the mesh must come from lightning_fsdp2.create_device_mesh, where this axis is"
-            f" called {axis!r}; leave {option} out."
+            f"{option}={name!r} must be {axis!r}, the name of this axis in a mesh from"
+            f" lightning_fsdp2.create_device_mesh; use such a mesh and leave {option} out."
         )
 
 

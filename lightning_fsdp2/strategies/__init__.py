@@ -1,4 +1,7 @@
-"""Lightning strategies. Each one implements the Trainer's hooks, and lets its manager parallelise the module."""
+"""Lightning strategies. Each one implements the Trainer's hooks, and parallelises the module with a manager.
+
+Managers such as :class:`~lightning_fsdp2.FSDP2Manager` also work without Lightning.
+"""
 
 from lightning_fsdp2.strategies.ddp import DDPStrategy
 from lightning_fsdp2.strategies.fsdp2 import FSDP2Strategy

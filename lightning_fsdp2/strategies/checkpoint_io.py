@@ -1,4 +1,4 @@
-"""Lightning ``CheckpointIO`` plugin of the mesh strategies, which writes, reads and removes checkpoints."""
+"""Lightning ``CheckpointIO`` plugin that writes, reads and removes the checkpoints of runs on a device mesh."""
 
 import os
 import re
@@ -44,7 +44,8 @@ class MeshCheckpointIO(CheckpointIO):
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
-        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]  # Lightning resumes SLURM jobs from these
+        # Lightning resumes SLURM jobs from checkpoints with these names
+        self._link_names = [re.compile(r"hpc_ckpt_\d+\.ckpt")]
         self._linked: list[AnyPath] = []
         self._pending: dict[AnyPath, bool] = {}
 
@@ -112,11 +113,13 @@ class MeshCheckpointIO(CheckpointIO):
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
-            if states := checkpoint.get("optimizer_states"):  # Lightning needs the key even if the list is empty
+            # leave an empty list in `checkpoint`, because Lightning needs the key "optimizer_states"
+            if states := checkpoint.get("optimizer_states"):
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
             snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
-            bare = snapshot.with_tensors({})  # the closure below must not keep tensors alive after the copy
+            # the closure below must not keep the original tensors alive after they have been copied
+            bare = snapshot.with_tensors({})
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))
         if wait:
             self.wait()
@@ -213,7 +216,7 @@ class MeshCheckpointIO(CheckpointIO):
             self._writer.wait()
 
     def settle(self) -> None:
-        """Wait for this rank's background save without communication, since other ranks may be gone after an error."""
+        """Wait for this rank's background save, without communication: after an error, other ranks may be gone."""
         if self._writer is not None:
             self._writer.settle()
 
@@ -248,7 +251,7 @@ class MeshCheckpointIO(CheckpointIO):
     def _link(self, target: Path, link: Path) -> None:
         link_checkpoint(target, link)
         for path in self._linked:
-            # Move the `last.ckpt` of an earlier run, too: Lightning moves only the links of this run.
+            # Also move an earlier run's link `last.ckpt`, because Lightning moves only the links of this run.
             for other in filter(self._is_lightnings, _get_links(path)):
                 link_checkpoint(target, other)
         self._remove_linked()

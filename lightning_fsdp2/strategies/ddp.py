@@ -155,7 +155,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not isinstance(inner, ZeroRedundancyOptimizer):
             return super().optimizer_state(optimizer)
-        inner.consolidate_state_dict()  # torch gathers the whole state on rank 0 only
+        inner.consolidate_state_dict()  # torch gathers the whole state only on rank 0, so broadcast it below
         state = self.broadcast(inner.state_dict() if self.is_global_zero else None)
         return get_optimizer_state(self.lightning_module, inner, state)
 

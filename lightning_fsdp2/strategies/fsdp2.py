@@ -48,7 +48,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         tp_size: Number of tensor parallel ranks. They read the same batch, and each holds a part of every layer.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         ep_size: Number of expert parallel ranks. Each holds a part of the experts of every layer, and tokens travel
-            between them. These are no further ranks: ``ep_size`` divides the ranks of one model replica.
+            between them. This adds no ranks: ``ep_size`` must divide the number of ranks in a model replica.
         config: The flags of FSDP2.
         checkpoint: Options for writing and reading checkpoints.
         timeout: Timeout of collectives, after which a hang becomes an error. This timeout applies while a run starts,
@@ -116,7 +116,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def teardown(self) -> None:
         self._patches.close()
         if self.lightning_module is not None:
-            # if loading a checkpoint failed, `setup` was not called, but context parallelism may already be active
+            # Context parallelism may be active even if `setup` was never called. To load a checkpoint, the strategy
+            # first shards the module, which activates context parallelism, and then reads the files, which may fail.
             deactivate_context_parallel(self.lightning_module)
         super().teardown()
 
@@ -161,8 +162,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # Do not defer gradient reductions on a single rank. There, `training_step` may return None for the last
-        # micro-batch, and without a backward, nothing would run the deferred reductions.
+        # Do not defer gradient reductions on a single rank. With a single rank, `training_step` may return None for
+        # the last micro-batch. That micro-batch has no backward pass, so nothing would run the deferred reductions.
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
@@ -199,7 +200,8 @@ def _check_sharded_by_user(module: nn.Module, world_size: int) -> None:
     ]
     if loose and world_size > 1:
         raise ValueError(
-            f"`configure_model` sharded a part of {get_class_name(module)}, but not {', '.join(loose[:10])} over all"
-            f" {world_size} ranks: their gradients would differ by rank. Shard these parameters too (`fully_shard(self,"
-            " mesh=...)` shards all that are left), freeze them, or leave all sharding to the strategy."
+            f"`configure_model` sharded only a part of {get_class_name(module)}. The gradients of"
+            f" {', '.join(loose[:10])} would differ by rank, because these parameters are not sharded over all"
+            f" {world_size} ranks. Shard them too (`fully_shard(self, mesh=...)` shards all that are left), freeze"
+            " them, or leave all sharding to the strategy."
         )

@@ -39,7 +39,8 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     ``"bf16-mixed"`` keeps float32 weights and computes under autocast.
 
     Args:
-        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` leaves over.
+        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: the world size divided by ``cp_size`` x
+            ``tp_size``.
         dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
         tp_size: Number of tensor parallel ranks. They read the same batch, and each holds a part of every layer.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
@@ -132,14 +133,15 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         changed = self._trained ^ self._get_trained()
         if changed:
             raise ValueError(
-                f"{list_names(changed)}: frozen or unfrozen after Megatron-FSDP had allocated its buffers for trainable"
-                " parameters. Freeze in `__init__` or `configure_model`, or use FSDP2Strategy."
+                "These parameters were frozen or unfrozen after Megatron-FSDP had allocated its buffers for trainable"
+                f" parameters: {list_names(changed)}. Freeze parameters in `__init__` or `configure_model`, or use"
+                " FSDP2Strategy."
             )
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
             with self.surround_backward():
-                pass  # no backward follows, so leaving the context completes the gradients of the earlier micro-batches
-        # restore the shards for hooks, since Megatron-FSDP may have freed the gathered parameters
+                pass  # run no backward, but let the context's exit finish the gradients of earlier micro-batches
+        # put the sharded parameters back for hooks, since Megatron-FSDP may have freed the gathered parameters
         self.release_parameters()
         return output
 

@@ -77,7 +77,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     Attributes:
         checkpoints: Saving and loading of checkpoints.
         resumption: Per-rank states that a checkpoint carries from one run to the next.
-        tracking: Token counts and the run's identity, for the loggers.
+        tracking: Token counts and a description of the run, for the loggers.
         batches: Preparation of the data loaders.
         steps: State of the training steps.
         evaluation: Runner of validation, test and prediction steps.
@@ -122,18 +122,18 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @abstractmethod
     def build_manager(self, device_mesh: DeviceMesh) -> ManagerT:
-        """Build the manager from the config and the Trainer's precision, for a mesh that has all axes."""
+        """Build the manager, such as an ``FSDP2Manager``, for a mesh from ``create_device_mesh``."""
 
     @abstractmethod
     def parallelize_module(self, module: "LightningModule") -> None:
         """Parallelise a module with the manager. Called only if no earlier Trainer has parallelised the module."""
 
     def make_step_region(self, timeout: timedelta) -> StepRegion:
-        """Build the guard that checks the module's forwards outside of Trainer steps."""
+        """Build the guard that prevents a hang if only some ranks call the module outside of a Trainer step."""
         return StepRegion(timeout)
 
     def release_parameters(self) -> None:
-        """Reshard parameters that a forward has left gathered, because optimizers and checkpoints need the shards."""
+        """Reshard parameters that are still gathered after a forward. Optimizers and checkpoints need the shards."""
         reshard(self.lightning_module)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
@@ -155,11 +155,11 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self._buffers.share()
 
     def begin_evaluation(self) -> None:
-        """Prepare for the first step of a validation, test or prediction."""
+        """Prepare for the first step of a validation, test or prediction run."""
         self.share_buffers()
 
     def end_evaluation(self) -> None:
-        """Clean up after the last step of a validation, test or prediction."""
+        """Clean up after the last step of a validation, test or prediction run."""
 
     # ------------------------------------------------------------------ properties for other code
 
@@ -226,7 +226,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         refuse_options(trainer, self.refused_callbacks, traces_module=not self.shards_module)
         # check the environment variables here too, because in a notebook no launcher has checked them
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)
-        self.world.sizes = self.asked_sizes.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
+        self.world.sizes = self.asked_sizes.resolve_for_run(world_size=self.world_size, num_nodes=self.num_nodes)
         RankLauncher.has_failed = False
         super().setup_environment()
         reset_seed()
@@ -239,7 +239,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.tracking.attach(trainer)
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Set the device mesh of this run, which must have all axes, and build the manager for this mesh."""
+        """Set the device mesh of this run, a mesh from ``create_device_mesh``, and build the manager for this mesh."""
         self.world.enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
         self._step_region = self.make_step_region(min(self.world.timeout, OUTSIDE_CALL_TIMEOUT))
@@ -266,7 +266,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.steps.begin_stage(self.lightning_module)
 
     def setup_module(self) -> None:
-        """Shard the module, move it to this rank's device and guard its forwards. ``setup`` calls this."""
+        """Shard the module, move it to this rank's device, and guard it against calls from only some ranks."""
         self.parallelize()
         self.release_parameters()
         self._step_region.watch(self.lightning_module)
@@ -316,7 +316,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_train_end(self) -> None:
         self.checkpoint_io.wait()
         self.resumption.keep_loader_states(self.lightning_module.trainer)
-        end_signal_handling(self.lightning_module.trainer)  # after this, a signal handler would have nothing to save
+        # after training, a signal handler would have nothing left to save
+        end_signal_handling(self.lightning_module.trainer)
 
     @override
     def teardown(self) -> None:
@@ -413,7 +414,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # Broadcast buffers in every step. Otherwise training would depend on how often evaluations and saves do so.
+        # Broadcast buffers in every step. Otherwise only evaluations and saves would broadcast them, and the results of
+        # training would depend on how often the run evaluates and saves.
         self.share_buffers()
         # poll often, so that the actions waiting for a background save run soon after it is complete
         self.checkpoint_io.poll()
@@ -422,8 +424,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # Repeat the base class's code, so that only backward runs in the step region, where forwards are not checked.
-        # Forwards in the hooks before and after backward are checked.
+        # Repeat the base class's code, so that only backward itself runs in the step region, where forwards are not
+        # checked. Forwards that users call in the hooks before and after backward are still checked.
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)

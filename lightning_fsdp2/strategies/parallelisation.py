@@ -32,8 +32,8 @@ def is_parallelised(module: nn.Module, parallelisation: Parallelisation) -> bool
     """Return whether an earlier Trainer has parallelised ``module`` with the same settings.
 
     Raises:
-        ValueError: When the earlier Trainer had a different strategy, mesh or dtype of the weights, or a different
-            value of a flag that changes the module.
+        ValueError: When the earlier Trainer had a different strategy, mesh or weight dtype, or a different value of a
+            flag that changes the module.
     """
     earlier: Parallelisation | None = module.__dict__.get(_ATTRIBUTE)
     if earlier is not None:
@@ -88,7 +88,7 @@ def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict
     return {
         name: (value, others[name])
         for name, value in flags.items()
-        # compare by `repr` too, because torch's parallel styles are not equal by `==` even if their settings are
+        # also compare by `repr`, because torch's parallel styles are not equal by `==`, even if their settings are
         if value != others[name] and repr(value) != repr(others[name])
     }
 

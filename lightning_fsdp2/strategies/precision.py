@@ -119,15 +119,15 @@ def choose_precision(plugin: Precision | None, strategy: str) -> ShardedPrecisio
     """Return the :class:`ShardedPrecision` to use instead of ``plugin``, or None if ``plugin`` is None.
 
     Raises:
-        ValueError: When ``plugin`` is neither Lightning's nor ours. The message names ``strategy``.
+        ValueError: When ``plugin`` comes neither from Lightning nor from this package. The message names ``strategy``.
     """
     if plugin is None or isinstance(plugin, ShardedPrecision):
         return plugin
     if type(plugin).__module__.startswith("lightning."):
         return ShardedPrecision(str(plugin.precision))
     raise ValueError(
-        f"Trainer(plugins=[{type(plugin).__name__}()]): {strategy} casts by a mixed-precision policy or autocast and"
-        " would not use this plugin; remove it, and set Trainer(precision=...)."
+        f"Trainer(plugins=[{type(plugin).__name__}()]): {strategy} casts with a mixed-precision policy or autocast,"
+        " and would not use this plugin; remove the plugin, and set Trainer(precision=...)."
     )
 
 

@@ -62,7 +62,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def full_device_mesh(self) -> DeviceMesh:
-        """The mesh with all axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
+        """The run's device mesh with all of its axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
         return self.world.mesh
 
     @property
@@ -157,7 +157,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def group_timeout(self) -> timedelta:
-        """The current timeout of collectives in steps."""
+        """The current timeout of the collectives that run during a step."""
         return self.world.group_timeout
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:

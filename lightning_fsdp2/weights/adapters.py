@@ -63,7 +63,7 @@ def get_adapter_names(model: Any, adapter: str) -> dict[str, str]:
     """Map the names of an adapter's tensors in a ``PeftModel`` to their names in the files that peft saves."""
     from peft import get_peft_model_state_dict
 
-    # give each name its own tensor, even if weights are tied, so that each tensor leads back to exactly one name
+    # give each name its own tensor, even if weights are tied, so that each tensor identifies exactly one name
     tensors = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
@@ -114,7 +114,7 @@ def _initialize_lora(layer: Any, name: str, init: Any, is_new: Callable[[Tensor]
     embeddings = [group[name] for group in (layer.lora_embedding_A, layer.lora_embedding_B) if name in group]
     if not any(map(is_new, [*embeddings, *(parameter for part in pair for parameter in part.parameters())])):
         return
-    # draw values as peft's constructors do, because `reset_lora_parameters` keeps them if `init_lora_weights` is False
+    # draw values as peft's constructors do, because with `init_lora_weights=False`, `reset_lora_parameters` draws none
     for part in pair:
         part.reset_parameters()
     for parameter in embeddings:

@@ -47,7 +47,7 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     """
     names = {submodule: name for name, submodule in module.named_modules()}
     tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    # start from peft's wrappers, because with prompt or prefix tuning a model itself has no peft layers
+    # search for peft's wrappers, not for peft's layers: with prompt or prefix tuning, the model contains no such layers
     adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
     return [
         {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
@@ -71,7 +71,7 @@ def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
             " class. In an environment that can import this class, build your module, load the checkpoint into it, and"
             " export the module."
         )
-    # a model class may accept several config classes
+    # choose the config class by `model_type`, because a model class may accept several config classes
     kind = description["config"].get("model_type")
     has_class = kind in transformers.CONFIG_MAPPING
     config_class = transformers.CONFIG_MAPPING[kind] if has_class else model_class.config_class
@@ -87,7 +87,7 @@ def build_skeleton(model_class: Any, config_class: Any, description: Mapping[str
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, build_config())
-    skeleton.config = build_config()  # a new config, because building the model has added fields to the first
+    skeleton.config = build_config()  # use a new config, because building the model added fields to its config
     if description["generation_config"] is not None:
         skeleton.generation_config = _build_generation_config(description)
     if (used := description["weight_conversions"]) is not None:

@@ -104,7 +104,7 @@ def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh 
 
 
 class _Fresh:
-    """Record of the tensors that :func:`allocate` made, and of those tensors that still lack values."""
+    """Record of the tensors that :func:`allocate` made. It also tracks which of them still lack values."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._all = set(tensors)
@@ -150,7 +150,7 @@ def _initialize(
 
     Args:
         module: Module to initialise.
-        fresh: Tensors that may need values.
+        fresh: Record of the tensors that :func:`allocate` made.
         hf_models: All Hugging Face models.
         init: Initialiser of the Hugging Face model that contains ``module``; None outside such models.
     """
@@ -253,9 +253,9 @@ def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> No
     here, there = next((here, there) for here, there in pairs if here != there)
     raise ValueError(
         "The module is not the same on all ranks: its parameters and buffers on ranks"
-        f" {describe_ranks(others)} differ from those on rank {min(known)}. The first difference is {there} instead of"
-        f" {here} (name, shape, dtype, requires_grad). Build the same module on every rank, even if the ranks have"
-        " different data and files."
+        f" {describe_ranks(others)} differ from those on rank {min(known)}. The first difference (name, shape,"
+        f" dtype, requires_grad) is {there} on rank {others[0]} and {here} on rank {min(known)}. Build the same module"
+        " on every rank, even if the ranks have different data and files."
     )
 
 

@@ -117,27 +117,27 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
     MoE experts, the tensors are converted while they are read.
 
     Args:
-        model: Module on the meta device that is sharded, or whole on one rank.
+        model: Module whose tensors are on the meta device. It is sharded, unless there is only one rank.
         device: Device of the weights.
         device_mesh: Mesh whose first rank provides the random state; None for one process.
 
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: On every rank of the mesh, if a file is damaged or does not fit the model. Files do not fit if they
-            lack a tensor or hold one with a different shape, if they hold a tensor for a module of the model that does
-            not have such a tensor, or if they hold different values for tied weights.
+            lack a tensor, hold a tensor with a different shape, hold an extra tensor for one of the model's modules, or
+            hold different values for tied weights.
     """
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue
         with without_adapters(module):
-            # a model that is not on the meta device has its weights from elsewhere, for example from a checkpoint
+            # a model that is not on the meta device already has its weights, for example from a checkpoint
             if any(parameter.is_meta for parameter in module.parameters()):
                 _load(module, source, device, device_mesh)
     if find_peft_models(model):
         with fail_together(get_groups(device_mesh)):
-            _forget(model, load_adapters(model, device))
+            forget_loaded(model, load_adapters(model, device))
 
 
 def list_frozen(root: nn.Module) -> list[Frozen]:
@@ -217,7 +217,7 @@ def get_folder_fingerprint(folder: str | Path) -> str:
 
 
 def get_weight_files(folder: str | Path) -> list[str]:
-    """Return the safetensors files of a model directory that transformers would read, in order.
+    """Return the safetensors files that transformers would read from a model directory, in order.
 
     Raises:
         FileNotFoundError: If the directory has no such files.
@@ -269,7 +269,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
         weight_mapping=cast(Any, source.conversions),
-        ignore_mismatched_sizes=True,  # `_check_loaded` reports mismatched tensors by name
+        ignore_mismatched_sizes=True,  # `_check_loaded` raises an error that names the mismatched tensors
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
@@ -284,7 +284,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
 
 
 class _StoredTensor:
-    """Tensor in a file. Like a slice of safetensors, it reads only the part that an index selects."""
+    """Tensor in a file. Indexing it reads only the selected part, as with the slices that safetensors returns."""
 
     def __init__(self, reader: "_Reader", file: str, name: str, shape: list[int]) -> None:
         self._reader, self._file, self._name, self._shape = reader, file, name, shape
@@ -398,10 +398,10 @@ def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
     )
 
 
-def _forget(root: nn.Module, slots: set[Slot]) -> None:
+def forget_loaded(root: nn.Module, slots: set[Slot]) -> None:
     """Remove ``slots`` (modules and parameter names) from the record of weights that came from pretrained files.
 
-    The file of an adapter has replaced these weights, so the pretrained files can no longer restore them.
+    Call this when these weights change, because the pretrained files can then no longer restore them.
     """
     for module in root.modules():
         if (loaded := module.__dict__.get(_LOADED_ATTRIBUTE)) is not None:

@@ -30,8 +30,8 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
     """Load weights into ``model`` with transformers' loader; shard some of them only after their conversion.
 
     Each rank keeps only its shards. If converting the shards of a weight would give a wrong result, every rank reads
-    this weight unsharded along the dims that the conversion mixes. Ranks read only one such weight at a time. A rank
-    does not read a parameter if its shard is empty, because the loader cannot stack or concatenate zero tensors.
+    this weight unsharded along the dims that the conversion rearranges. Ranks read only one such weight at a time. A
+    rank does not read a parameter if its shard is empty, because the loader cannot stack or concatenate zero tensors.
 
     Args:
         model: Model of transformers on the meta device. Its DTensors have their final placements.
@@ -66,7 +66,12 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 def _sort(
     model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
-    """Return the tensors to read, the parameters with an empty shard on this rank, and the conversions by parameter."""
+    """Decide which tensors to read from the files, and find out which parameters must be converted.
+
+    Returns:
+        The stored tensors to read, by name; the names of the parameters that need no reading, because their shard is
+        empty on this rank; and the converters of the sharded parameters that need one, by parameter name.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
     empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
@@ -106,7 +111,10 @@ class _ShardKeeper:
         """Names of the replaced parameters. They are converted on the CPU, as an accelerator may lack the memory."""
 
     def read_before_sharding(self, model: nn.Module, name: str, converter: Any) -> None:
-        """Replace a parameter during loading with a parameter that is whole along the dims that ``converter`` mixes."""
+        """Replace a parameter during loading, if its shards cannot be converted correctly.
+
+        The replacement is unsharded along the dims that ``converter`` rearranges.
+        """
         module, key = slot = _get_slot(model, name)
         original: Any = module._parameters[key]
         placements = _get_placements_to_read(original, converter)
@@ -128,7 +136,7 @@ class _ShardKeeper:
         kept: DTensor = parameter
         if original is not None:
             loaded = parameter if isinstance(parameter, DTensor) else _replicate(parameter, original)
-            # without communication, since each rank has the whole tensor and only takes its part
+            # this needs no communication, since each rank has the whole tensor and only takes its part
             part = loaded.redistribute(placements=original.placements).to_local()
             # a copy, because a view would keep the whole tensor in memory
             kept = _wrap(part.clone(memory_format=torch.contiguous_format), original, original.placements)
@@ -190,9 +198,9 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
         if placement.is_replicate() or placement.dim not in mixed:
             return placement
         alone = [getattr(other, "dim", None) for other in parameter.placements].count(placement.dim) == 1
-        # A packed weight joins several matrices, such as gate and up, and each of its shards holds a slice of every
-        # matrix. When the loader stacks experts, it takes a slice of every stored tensor. Both give the same shard if
-        # each packed matrix is stored as one tensor.
+        # A packed weight joins several matrices, such as gate and up. A strided shard of the packed weight holds a
+        # slice of each matrix. When the loader stacks experts, it reads this rank's slice of each stored tensor. If
+        # each matrix is stored as one tensor, these slices form the shard, so no rank has to read a whole tensor.
         parts = placement.split_factor if isinstance(placement, StridedShard) else 1
         commutes = stacks and alone and parts == len(converter.source_patterns)
         return placement if commutes else Replicate()
@@ -201,12 +209,12 @@ def _get_placements_to_read(parameter: Any, converter: Any) -> tuple[Placement, 
 
 
 def _make_meta_parameter(original: Any, placements: tuple[Placement, ...]) -> nn.Parameter:
-    """Return a meta parameter with ``placements``. Each of its dims is either whole, or sharded as in ``original``."""
+    """Return a meta parameter with ``placements``. Along each dim, it is either whole or sharded like ``original``."""
     sharded = {placement.dim for placement in placements if not placement.is_replicate()}  # type: ignore[attr-defined]
     local = original.to_local()
     shape = [local.size(dim) if dim in sharded else size for dim, size in enumerate(original.shape)]
     meta = torch.empty(shape, dtype=original.dtype, device="meta")
-    # keep a whole parameter as a plain tensor, because the loader would move a DTensor to the mesh's device
+    # use a plain tensor for an unsharded parameter, because the loader would move a DTensor to the mesh's device
     return nn.Parameter(_wrap(meta, original, placements) if sharded else meta, original.requires_grad)
 
 

@@ -182,9 +182,11 @@ def test_another_base_and_one_that_has_moved_or_cannot_be_read(tmp_path: Path, m
     shutil.rmtree(tmp_path / "base", ignore_errors=True)
 
     def read_again() -> None:
-        with pytest.raises(FileNotFoundError, match=r"base', which does not exist; give .*export_hf\(pretrained="):
+        with pytest.raises(
+            FileNotFoundError, match=r"the model's directory '\S*base' does not exist; give .*export_hf\(pretrained="
+        ):
             export_hf(small, tmp_path / "out", merge=True)
-        with pytest.raises(ValueError, match=r"but '\S+other' has different tensors; give the directory"):
+        with pytest.raises(ValueError, match=r"but '\S+other' holds different tensors; give the directory"):
             export_hf(small, tmp_path / "out", merge=True, pretrained=other)
         export_hf(small, tmp_path / "adapter")  # which needs no base
         export_hf(small, tmp_path / "out", merge=True, pretrained=tmp_path / "moved")
@@ -241,7 +243,8 @@ def check_files_are_read_again(
     ):
         train_on(make_module(other))
     with pytest.raises(
-        ValueError, match=r"not hold \d+ frozen weights of .*and this run cannot supply them, because it trains them or"
+        ValueError,
+        match=r"not hold \d+ frozen weights of .*and this run cannot supply these weights, because it trains them or",
     ):
         train_on(CausalLM(config=LLAMA, lora={"r": 4}))
     return weights

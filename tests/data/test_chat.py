@@ -454,7 +454,7 @@ def test_broken_line_is_named(set_up, corpus, tmp_path, streaming):
 def test_empty_file_is_named(set_up, tmp_path, streaming):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(
-        ValueError, match=r"path contains no rows: the 1 file\(s\), starting with '.*empty.jsonl', are empty"
+        ValueError, match=r"path contains no rows: the 1 file\(s\) \(the first is '.*empty.jsonl'\) are empty"
     ):
         set_up(path=str(tmp_path / "empty.jsonl"), streaming=streaming)
 
@@ -486,7 +486,7 @@ def test_rows_that_are_no_conversations_are_told_before_the_split(set_up, tmp_pa
     path = tmp_path / "alpaca.jsonl"
     path.write_text("\n".join([json.dumps({"instruction": "say something", "output": "something"})] * count))
     with pytest.raises(
-        ValueError, match=r"line 1: the row has neither 'messages' nor 'prompt' and 'completion'. It has"
+        ValueError, match=r"line 1: the row needs either 'messages', or both 'prompt' and 'completion', but has"
     ):
         set_up(path=str(path), validation_fraction=None)
 

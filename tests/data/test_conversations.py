@@ -172,17 +172,17 @@ ASK = {"role": "user", "content": "?"}
         ("[1]", "the row is a list, not an object; write one object per line"),
         (
             {"text": "x"},
-            r"the row has neither 'messages' nor 'prompt' and 'completion'. It has the columns \['text'\]; set",
+            r"the row needs either 'messages', or both 'prompt' and 'completion', but has the columns \['text'\]; set",
         ),
         ({"messages": "x"}, "'messages' is a string, not a list of messages"),
-        ({"messages": []}, "the conversation has no message of the assistant to learn"),
+        ({"messages": []}, "the conversation has no assistant message to learn"),
         (
             {"messages": [ASK]},
-            "the conversation has no message of the assistant to learn from; add one or delete the row",
+            "the conversation has no assistant message to learn from; add one or delete the row",
         ),
         (
             {"messages": [{"role": "assistant", "content": "!"}]},
-            "the conversation begins with an answer; put a message of the user",
+            "the conversation begins with an answer; put a user message",
         ),
         (
             {"messages": [ASK, {"role": "asistant", "content": "!"}]},

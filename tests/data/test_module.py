@@ -161,7 +161,7 @@ def test_data_that_fails_on_one_rank_fails_on_all(cache, tmp_path, fails):
 
     messages = run_ranks(run, 2, group=False)
     if fails == "row":
-        assert "a.jsonl, line 10: the row has neither 'messages' nor" in messages[0]
+        assert "a.jsonl, line 10: the row needs either 'messages', or" in messages[0]
         assert messages[1] == f"Rank 0 could not read the data (this is rank 1): {messages[0]}"
     else:
         assert messages[1] == "no space left on device"

@@ -126,7 +126,7 @@ def test_files_that_are_not_utf8_are_left_out_with_a_warning(tmp_path, cache, ca
 
 def test_corpus_without_text(tmp_path, cache):
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match=r"path holds no text: the 1 file\(s\), starting with '.*a.txt', are"):
+    with pytest.raises(ValueError, match=r"path holds no text: the 1 file\(s\) \(the first is '.*a.txt'\) are"):
         load_documents([str(tmp_path / "a.txt")], cache_dir=cache)
 
 

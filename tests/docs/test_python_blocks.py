@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.documents import PAGES, Block, get_blocks, read_blocks
+from helpers.families import make_family_model
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import QUIET, whole
 from helpers.ranks import run_ranks
@@ -39,6 +40,7 @@ from lightning_fsdp2 import (
     save_checkpoint,
 )
 from lightning_fsdp2.models import from_pretrained
+from lightning_fsdp2.modules.experts import get_optional_expert_mesh
 from lightning_fsdp2.parallel.tensor.plans import is_registered
 
 Names = dict[str, Any]
@@ -84,6 +86,16 @@ class Scene:
 
 def make_model() -> Names:
     return {"model": make_causal_lm(TINY)}
+
+
+def make_mixture() -> Names:
+    return {"model": make_family_model("mixtral")}
+
+
+def check_experts(names: Names) -> None:
+    meshes = [mesh for module in names["model"].modules() if (mesh := get_optional_expert_mesh(module)) is not None]
+    assert meshes
+    assert {mesh.mesh_dim_names for mesh in meshes} == {("ep",)}
 
 
 def make_sharded(*, cp_size: int = 1) -> nn.Module:
@@ -208,6 +220,8 @@ SCENES = [
     Scene("trainer = pl.Trainer(strategy=FSDP2Strategy(tp_size=2), precision=", check=check_two_steps),
     Scene(FAST, check=check_module),
     Scene("create_device_mesh(config, dp_replicate_size=2)).parallelize(model)", make_model, check_saved),
+    Scene("mesh = create_device_mesh(config, ep_size=4)", make_mixture, check_experts, ranks=4),
+    Scene('mesh_dim_names=("ep_shard", "ep")', make_mixture, check_experts, ranks=4),
     Scene("load_from_checkpoint(CausalLM,", save_run, check_loaded, ranks=1),
     Scene('extra = load_checkpoint("step=100.ckpt", model, optimizer)', make_model_and_optimizer, check_extra),
     Scene("AutoModelForSequenceClassification", check=check_classifier),

@@ -31,11 +31,19 @@ from lightning_fsdp2.models import from_pretrained
 FILE_SIZE = "60KB"
 """Makes several files of the tiny models."""
 
-MESHES = {"dp2": (2, 1), "tp2": (2, 2), "dp2xtp2": (4, 2)}
-"""Ranks, and tensor parallel ranks."""
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, {"tp_size": 2}),
+    "dp2xtp2": (4, {"tp_size": 2}),
+    "ep2": (2, {"ep_size": 2}),
+    "ep2xefsdp2": (4, {"ep_size": 2}),
+    "dp2xtp2-ep4": (4, {"tp_size": 2, "ep_size": 4}),
+}
+"""Ranks, and sizes."""
 
 ROUND_TRIPS = ("llama", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3")
-FAST = {("llama", "dp2"), ("qwen3_moe", "tp2")}
+DENSE = ("llama", "gemma3_text")
+FAST = {("llama", "dp2"), ("qwen3_moe", "tp2"), ("gpt_oss", "ep2")}
 
 TOKENS = torch.arange(3, 19)[None]
 
@@ -53,8 +61,8 @@ def compute_logits(model: Any) -> Tensor:
         return model.eval()(input_ids=TOKENS, use_cache=False).logits
 
 
-def shard(model: nn.Module, tp_size: int = 1) -> nn.Module:
-    mesh = create_device_mesh(device_type="cpu", tp_size=tp_size)
+def shard(model: nn.Module, **sizes: int) -> nn.Module:
+    mesh = create_device_mesh(device_type="cpu", **sizes)
     return FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy()), mesh).parallelize(model)
 
 
@@ -73,7 +81,8 @@ def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) 
     [
         pytest.param(family, mesh, id=f"{family}-{mesh}", marks=[] if (family, mesh) in FAST else pytest.mark.slow)
         for family in ROUND_TRIPS
-        for mesh in MESHES
+        for mesh, (_, sizes) in MESHES.items()
+        if not (family in DENSE and "ep_size" in sizes)
     ],
 )
 def test_round_trip_through_shards_and_through_a_checkpoint(family: str, mesh: str, tmp_path: Path) -> None:
@@ -81,10 +90,10 @@ def test_round_trip_through_shards_and_through_a_checkpoint(family: str, mesh: s
     source = make_family_model(family)
     assert bool(source.config.tie_word_embeddings) == (family == "gemma3_text")
     source.save_pretrained(tmp_path / "vanilla", max_shard_size=FILE_SIZE)
-    ranks, tp_size = MESHES[mesh]
+    ranks, sizes = MESHES[mesh]
 
     def run() -> None:
-        model = shard(from_pretrained(tmp_path / "vanilla"), tp_size)
+        model = shard(from_pretrained(tmp_path / "vanilla"), **sizes)
         for name, tensor in whole(model.state_dict()).items():
             torch.testing.assert_close(tensor, source.state_dict()[name], rtol=0, atol=0, msg=name)
         torch.testing.assert_close(compute_logits(model), compute_logits(source), rtol=1e-4, atol=1e-5)

@@ -103,7 +103,7 @@ def measure_parity(family: str, layout: str) -> float:
 
 REFUSED = {
     "gemma4": "cannot be sharded",
-    "got_ocr2": "cuts one of them within a row",
+    "got_ocr2": "would split one of these parameters in the middle of a row",
     "inkling2_text": "sequence_parallel=True is not possible for",
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""

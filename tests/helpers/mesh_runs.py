@@ -31,6 +31,9 @@ class Case:
     batches: Sequence[Batch]
     """Micro-batches; step s, micro-batch m of data parallel rank r is number ``(s * accumulate + m) * dp + r``."""
 
+    joins_ranks: bool = False
+    """Whether the oracle gets what all data parallel ranks compute at the same time as one micro-batch."""
+
     steps: int = 3
     accumulate: int = 1
     clip: float | None = None
@@ -98,10 +101,18 @@ def train_alone(case: Case, initial: dict[str, Tensor], dp_size: int) -> Record:
 def _compute_gradients(case: Case, model: nn.Module, step: int, dp_size: int) -> float:
     """Accumulate into ``model`` the gradients of the whole global batch of a step, and return the loss."""
     window = case.accumulate * dp_size
-    parts = [case.loss(model, batch) for batch in case.batches[step * window : (step + 1) * window]]
+    batches = case.batches[step * window : (step + 1) * window]
+    if case.joins_ranks:
+        batches = [join_batches(batches[start : start + dp_size]) for start in range(0, window, dp_size)]
+    parts = [case.loss(model, batch) for batch in batches]
     loss = sum(part for part, _ in parts) / sum(weight for _, weight in parts)
     loss.backward()
     return loss.item()
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """One batch of the samples of all."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:

@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -227,6 +228,9 @@ def _raise_first_failure(results: list[dict[str, Any] | None], failed: int | Non
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, and that the system gives to no outgoing connection before the ranks use it."""
+    while True:
+        port = random.SystemRandom().randrange(16384, 32768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port

@@ -12,7 +12,7 @@ from helpers.models import LLAMA, PlainTransformer, make_causal_lm, make_token_b
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss
 from helpers.ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -93,6 +93,9 @@ def test_a_mesh_of_experts_that_contradicts_the_other_is_refused() -> None:
             moe_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             with pytest.raises(ValueError, match=message):
                 FSDP2Manager(config, device_mesh, moe_mesh=moe_mesh)
+        of_one = DeviceMesh("cpu", [[0]], mesh_dim_names=("ep_shard", "ep"))
+        with pytest.raises(ValueError, match="have different ranks; build both from the same ranks"):
+            FSDP2Manager(config, device_mesh, moe_mesh=of_one)
 
     run_ranks(run, 2)
 

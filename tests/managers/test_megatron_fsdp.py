@@ -194,7 +194,7 @@ def test_the_earlier_names_mean_the_same() -> None:
                 {"data_parallel_sharding_strategy": "params"},
                 r"'params' is unknown; use 'no_shard', .* or 'optim_",
             ),
-            ({"dp_mesh_name": "dp"}, r"dp_mesh_name='dp': .*called 'data_parallel'; leave dp_mesh_name out"),
+            ({"dp_mesh_name": "dp"}, r"dp_mesh_name='dp' must be 'data_parallel', .* leave dp_mesh_name out"),
         ):
             with pytest.raises(ValueError, match=message):
                 nvfsdp_strategy_parallelize(PlainTransformer(), mesh, **options)
@@ -227,7 +227,7 @@ def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
         stepped = make_optimizer(model)
         plain_loss(model, make_token_batches(1, ragged=False)[0])[0].backward()
         stepped.step()
-        with pytest.raises(ValueError, match=r"AdamW already made a step before .*make a new"):
+        with pytest.raises(ValueError, match=r"AdamW took a step before .*create a new"):
             parallelize(model, stepped)
         other = make_optimizer(PlainTransformer())
         with pytest.raises(ValueError, match=r"AdamW holds parameters that do not belong to the model"):

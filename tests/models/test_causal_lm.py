@@ -516,8 +516,3 @@ def test_an_unknown_field_of_the_config_is_refused_by_name() -> None:
         {"model_type": "qwen3_moe", "head_dim": 64},  # which its attention reads, and its class does not declare
     ):
         CausalLM(config=fields)
-
-
-def test_a_router_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="output_router_logits=True asks for the router's auxiliary loss"):
-        CausalLM(config={**MIXTRAL, "output_router_logits": True})

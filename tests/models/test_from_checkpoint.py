@@ -372,7 +372,7 @@ def test_a_data_module_comes_back_with_its_arguments_and_state(format: Any, tmp_
 
 
 def test_other_classes_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"cls=.*Linear.* pass a class of LightningModules or LightningDataModules"):
+    with pytest.raises(TypeError, match=r"cls=.*Linear.* pass a LightningModule or LightningDataModule class"):
         load_from_checkpoint(nn.Linear, "a.ckpt")
     with pytest.raises(FileNotFoundError, match=r"There is no checkpoint 'absent\.ckpt'"):
         load_from_checkpoint(CausalLM, "absent.ckpt")

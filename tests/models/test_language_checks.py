@@ -195,7 +195,8 @@ def test_documents_that_start_anew_are_only_warned_of() -> None:
 def test_a_misspelt_name_in_a_batch_is_an_error(name: str, nearest: str) -> None:
     def run() -> None:
         row = {"input_ids": torch.arange(8), "row": torch.zeros(1), name: torch.arange(8)}
-        with pytest.raises(ValueError, match=f"has '{name}', which LlamaForCausalLM would ignore, and no '{nearest}'"):
+        message = f"has '{name}', which LlamaForCausalLM would ignore. Rename it to '{nearest}', which the batch lacks"
+        with pytest.raises(ValueError, match=message):
             make_trainer(devices=1).fit(CausalLM(config=LLAMA), DataLoader([row]))
 
     run_ranks(run, 1, group=False)

@@ -362,7 +362,7 @@ def test_defaults_and_what_a_checkpoint_keeps() -> None:
         ({"lora_alhpa": 3}, r"LoraConfig has no 'lora_alhpa'; did you mean 'lora_alpha'\?$"),
         ({"zzz": 3}, r"LoraConfig has no 'zzz'; it has r, lora_alpha, "),
         ({"use_dora": True}, r"use_dora=True is not supported here"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' needs the whole weights of the base"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' needs the unsharded weights of the base model"),
         (
             {"target_modules": ["q_porj"]},
             r"target_modules has 'q_porj', which LlamaForCausalLM lacks; did you mean 'q_p",
@@ -457,7 +457,7 @@ def test_an_adapter_of_another_base_of_the_same_shapes(tmp_path: Path) -> None:
     save_adapter(tmp_path, other)
     adapter = str(tmp_path / "adapter")
 
-    message = r"adapter_config\.json: base_model_name_or_path='\S+other' is not the model pretrained='\S+base'"
+    message = r"adapter_config\.json: base_model_name_or_path='\S+other' and pretrained='\S+base' are different models"
     with pytest.raises(ValueError, match=message):
         make_module(base, lora=adapter).configure_model()
     # the same tensors in other files, at another place

@@ -214,7 +214,7 @@ def test_after_the_forward_it_is_an_error_to_read_it_for_the_first_time() -> Non
             pending.summands.end()
         torch.testing.assert_close(read + 0, result)
         assert unread.shape == whole.shape
-        with pytest.raises(RuntimeError, match=r"sequence_parallel=True: .* read after the forward"):
+        with pytest.raises(RuntimeError, match=r"sequence_parallel=True: .* read after the model's forward"):
             unread.sum()
 
     run_ranks(run, 2)

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.families import make_family_config, make_family_model
 from helpers.mesh_runs import Case, check_parity
 from helpers.models import make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss
 from helpers.ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM
 
 from lightning_fsdp2 import CausalLM, FSDP2Config
@@ -21,6 +23,8 @@ MESHES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "HSDP2 x ep2": (4, {"ep_size": 2, "dp_replicate_size": 2}, {}),
     "dp2 x tp2 with ep4+sp": (4, {"ep_size": 4, "tp_size": 2}, {"sequence_parallel": True, "loss_parallel": True}),
     "cp2 with ep2": (2, {"ep_size": 2, "cp_size": 2}, {}),
+    "cp2+ulysses with ep2": (2, {"ep_size": 2, "cp_size": 2}, {"context_parallel_method": "ulysses"}),
+    "HSDP2 x tp2 with ep2": (4, {"ep_size": 2, "tp_size": 2, "dp_replicate_size": 2}, {}),
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -28,7 +32,16 @@ FLAGS: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective"},
     "reduced": {"defer_fsdp_grad_sync": False, "reshard_after_forward": True},
     "kept": {"reshard_after_forward": False, "enable_fsdp2_prefetch": False},
+    "autocast": {
+        "autocast_dtype": torch.bfloat16,
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
+    },
+    "compiled": {"enable_compile": True, "activation_checkpointing": "full"},
+    "offloaded": {"offload_policy": True, "patch_is_packed_sequence": True},
 }
+WITH_ALL = ("full", "selective", "reduced", "kept", "offloaded")
+"""Flags to try with each mesh."""
+
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
 FAST = [
     ("ep2", "qwen3_moe", "32-true", "selective"),
@@ -37,8 +50,12 @@ FAST = [
 CELLS = [
     ("dp2 x tp2 with ep4+sp", "qwen3_moe", "32-true", "full"),
     *((mesh, family, "32-true", "plain") for mesh in MESHES for family in FAMILIES),
-    *((mesh, "qwen3_moe", "32-true", flags) for mesh in MESHES for flags in FLAGS if flags != "plain"),
+    *((mesh, "qwen3_moe", "32-true", flags) for mesh in MESHES for flags in WITH_ALL),
+    *((mesh, "qwen3_moe", "32-true", "compiled") for mesh in ("ep2 x efsdp2", "dp2 x tp2 with ep4+sp")),
     *((mesh, "deepseek_v3", "bf16-mixed", "plain") for mesh in MESHES),
+    *((mesh, "deepseek_v3", "32-true", "autocast") for mesh in ("ep2", "dp2 x tp2 with ep4+sp")),
+    # shared experts, whose backward recomputes a layer before the gradient reaches the other experts
+    *((mesh, "deepseek_v3", "32-true", flags) for mesh in MESHES for flags in ("full", "selective")),
     *((mesh, "qwen3_moe", "bf16-true", "plain") for mesh in MESHES),
 ]
 
@@ -53,8 +70,8 @@ def make_model(family: str) -> nn.Module:
     return make_family_model(family).train()
 
 
-def make_module(family: str, loss: str = "full", *, meta: bool = False) -> CausalLM:
-    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+def make_module(family: str, loss: str = "full", *, meta: bool = False, **options: Any) -> CausalLM:
+    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, **options)
     config = make_family_config(family)
     module = CausalLM(config=config.to_dict(), optimizer=optimizer, decay_norms_and_biases=True, loss=loss)
     if not meta:
@@ -85,7 +102,7 @@ def make_case(mesh: str, family: str, precision: str, flags: dict[str, Any], **o
     ],
 )
 def test_ragged_labels_accumulation_and_clipping_have_the_numbers_of_one_process(
-    mesh: str, family: str, precision: str, flags: str
+    mesh: str, family: str, precision: str, flags: str, compile_without_code: None
 ) -> None:
     case = make_case(mesh, family, precision, FLAGS[flags])
     run_ranks(check_parity, MESHES[mesh][0], case)
@@ -98,4 +115,28 @@ def test_a_model_on_the_meta_device_and_a_chunked_loss(mesh: str) -> None:
     flags: dict[str, Any] = {}
     case = make_case(mesh, "qwen3_moe", "32-true", flags, loss="chunked", meta=True)
     case.make_model = lambda: AutoModelForCausalLM.from_config(make_family_config("qwen3_moe")).float().train()
+    run_ranks(check_parity, MESHES[mesh][0], case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+@pytest.mark.parametrize("mesh", ["ep2 x efsdp2", "dp2 x tp2 with ep4+sp"])
+def test_optimizers_update_experts_and_other_weights_together(mesh: str, option: str) -> None:
+    run_ranks(check_parity, MESHES[mesh][0], make_case(mesh, "qwen3_moe", "32-true", {}, **{option: True}))
+
+
+def packed_loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Return the sum over the label tokens, and their number; positions that restart separate documents."""
+    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    labels = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, reduction="sum"), int((labels != -100).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ep2", "cp2 with ep2"])
+def test_packed_documents_do_not_see_each_other(mesh: str) -> None:
+    case = make_case(mesh, "qwen3_moe", "32-true", {})
+    positions = torch.arange(8).repeat(2).expand(2, 16)
+    case.batches = [{**batch, "position_ids": positions} for batch in case.batches]
+    case.loss = packed_loss
     run_ranks(check_parity, MESHES[mesh][0], case)

@@ -598,7 +598,8 @@ def test_what_is_frozen_or_unfrozen_too_late_is_named() -> None:
 
     def run() -> None:
         with pytest.raises(
-            ValueError, match=r"head.bias, head.weight: frozen or unfrozen after .*Freeze in `__init__`"
+            ValueError,
+            match=r"were frozen or unfrozen after .*: head.bias, head.weight\. Freeze parameters in `__init__`",
         ):
             KIND.make_trainer().fit(Freezes(), make_loader(make_batches(2 * WORLD)))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import get_families, make_family_config
+from helpers.families import get_families, get_mixture_families, make_family_config
 from helpers.models import LLAMA
 from helpers.oracle import make_config
 from helpers.ranks import RankError, run_ranks
@@ -17,14 +17,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from lightning_fsdp2 import create_device_mesh
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallel.tensor import parameters as tp_parameters
-from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
 from lightning_fsdp2.weights.pretrained import _StoredTensor
 
-MESHES = {"dp2": (2, 1), "dp3": (3, 1), "tp2": (2, 2), "dp2xtp2": (4, 2)}
-"""Ranks, and tensor parallel ranks."""
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "dp2": (2, {}),
+    "dp3": (3, {}),
+    "tp2": (2, {"tp_size": 2}),
+    "dp2xtp2": (4, {"tp_size": 2}),
+    "ep2xefsdp2": (4, {"ep_size": 2}),
+    "tp2-ep2": (2, {"tp_size": 2, "ep_size": 2}),
+}
+"""Ranks, and sizes."""
 
 FAST = {
     ("olmo_hybrid", "dp2"),  # concatenated along the sharded dim
@@ -32,9 +38,10 @@ FAST = {
     ("hrm_text", "tp2"),  # split
     ("inkling2_text", "tp2"),  # interleaved
     ("hrm_text", "dp2xtp2"),  # along the dim that both axes shard
+    ("qwen3_moe", "ep2xefsdp2"),  # experts merged, and sharded twice along one dim or along two
 }
 
-NO_TENSOR_PARALLEL = {"gemma4"}
+NO_TENSOR_PARALLEL = {"gemma4", "zaya"}
 
 CASES = [
     pytest.param(family, mesh, id=f"{family}-{mesh}", marks=[] if (family, mesh) in FAST else pytest.mark.slow)
@@ -42,6 +49,11 @@ CASES = [
     for mesh in MESHES
     # three ranks shard as two do, and unevenly too; four shard over both axes
     if (family, mesh) in FAST or mesh == "dp3" or (mesh == "dp2xtp2" and family not in NO_TENSOR_PARALLEL)
+] + [
+    pytest.param(family, mesh, id=f"{family}-{mesh}", marks=pytest.mark.slow)
+    for family in get_mixture_families()
+    for mesh in ("ep2xefsdp2", "tp2-ep2")
+    if (family, mesh) not in FAST and not (mesh == "tp2-ep2" and family in NO_TENSOR_PARALLEL)
 ]
 
 
@@ -59,17 +71,17 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-def shard(model: Any, tp_size: int) -> Any:
-    mesh = create_device_mesh(device_type="cpu", tp_size=tp_size)
-    return fsdp2_strategy_parallelize(model, mesh, mp_policy=MixedPrecisionPolicy())
+def shard(model: Any, **sizes: int) -> Any:
+    config = FSDP2Config(mp_policy=MixedPrecisionPolicy())
+    return FSDP2Manager(config, create_device_mesh(device_type="cpu", **sizes)).parallelize(model)
 
 
 def read_shards(family: str, mesh: str, folder: Path, **changes: Any) -> None:
     expected = save(family, folder, **changes).state_dict()
-    ranks, tp_size = MESHES[mesh]
+    ranks, sizes = MESHES[mesh]
 
     def run() -> None:
-        model = shard(from_pretrained(folder), tp_size)
+        model = shard(from_pretrained(folder), **sizes)
         actual = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
         assert actual.keys() == expected.keys()
         for name, tensor in actual.items():
@@ -84,6 +96,32 @@ def read_shards(family: str, mesh: str, folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(("family", "mesh"), CASES)
 def test_weights_are_those_of_one_process(family: str, mesh: str, tmp_path: Path) -> None:
     read_shards(family, mesh, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("qwen3_moe", "ep2xefsdp2"), ("gpt_oss", "tp2-ep2")])
+def test_a_rank_reads_only_its_own_experts(
+    family: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of experts that all ranks read are as many as the files have, even though tensors are merged."""
+    save(family, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    bytes_of_experts = sum(tensor.nbytes for name, tensor in stored.items() if ".experts." in name)
+    ranks, sizes = MESHES[mesh]
+    read = _StoredTensor.__getitem__
+    bytes_read = [0]
+
+    def count(tensor: Any, index: Any) -> torch.Tensor:
+        result = read(tensor, index)
+        bytes_read[0] += result.nbytes * (".experts." in tensor._name)
+        return result
+
+    monkeypatch.setattr(_StoredTensor, "__getitem__", count)
+
+    def run() -> int:
+        shard(from_pretrained(tmp_path), **sizes)
+        return bytes_read[0]
+
+    assert sum(run_ranks(run, ranks)) == bytes_of_experts
 
 
 @pytest.mark.slow
@@ -159,7 +197,7 @@ def test_what_cannot_be_converted_is_named_once_with_the_reason(tmp_path: Path) 
     name = "model.layers.1.mlp.experts.1.gate_proj.weight"
     save_file({**weights, name: weights[name][:-1]}, file, metadata={"format": "pt"})
     with pytest.raises(RankError) as raised:
-        run_ranks(lambda: shard(from_pretrained(tmp_path), 1), 2)
+        run_ranks(lambda: shard(from_pretrained(tmp_path)), 2)
     text = str(raised.value.cause)
     assert "not convertible to the model's: model.layers.1.mlp.experts.gate_up_proj; the first error is " in text
     assert "Error: MergeModulelist on tensors" in text
@@ -182,7 +220,7 @@ def test_the_environment_is_only_changed_while_tensors_are_read_whole(
             return read(tensor, index)
 
         monkeypatch.setattr(_StoredTensor, "__getitem__", look)
-        shard(from_pretrained(tmp_path), 1)
+        shard(from_pretrained(tmp_path))
         assert set(inside) == {"1"}
         assert os.environ.get(name) == before
 
@@ -201,7 +239,7 @@ def test_what_the_files_lack_is_initialised_in_shards(tmp_path: Path) -> None:
     save_file(kept, file, metadata={"format": "pt"})
 
     def run() -> None:
-        sharded = shard(from_pretrained(tmp_path, allow_missing=lacking), 1)
+        sharded = shard(from_pretrained(tmp_path, allow_missing=lacking))
         parameter = sharded.get_parameter(lacking)
         assert isinstance(parameter, DTensor)
         assert not parameter.is_meta

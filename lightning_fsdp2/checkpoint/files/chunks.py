@@ -64,7 +64,7 @@ class Chunk(io.RawIOBase):
 
 
 def compute_checksum(value: Tensor | io.BytesIO) -> str:
-    """Return a checksum of a tensor's dtype, shape and elements, or of bytes."""
+    """Return a checksum of ``value``. For a tensor, it covers the dtype, the shape and the elements."""
     digest = xxhash.xxh3_128()
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
@@ -90,7 +90,10 @@ def describe_file(path: AnyPath) -> dict[str, Any]:
 
 
 def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
-    """Return the checksums of a directory's chunks by file and offset. Directories from older versions have none."""
+    """Return the checksums of a directory's chunks by file and offset.
+
+    The dict is empty for a directory that an older version of this package wrote without these checksums.
+    """
     file = path / CHECKSUMS_FILE
     if not file.exists():
         return {}

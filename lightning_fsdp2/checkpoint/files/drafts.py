@@ -37,7 +37,9 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _PREFIX = ".saving-"
 _REPLACED = f"{_PREFIX}replaced"
-_OLD_REPLACED = "replaced"  # older versions used this name, but a checkpoint may have it too
+# Older versions of this package used this name instead of `_REPLACED`. It is ambiguous, because a user's checkpoint may
+# also be called `replaced`.
+_OLD_REPLACED = "replaced"
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -222,7 +224,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _check_replaceable(target: AnyPath) -> None:
-    """Refuse to replace a file or folder, unless it is empty or is a checkpoint, even an incomplete one."""
+    """Raise an error if a save would replace a file or folder that is neither empty nor a checkpoint.
+
+    An incomplete checkpoint may be replaced too.
+    """
     if is_local(target) and target.is_symlink():
         return
     if target.is_dir():
@@ -305,7 +310,8 @@ class _Container:
 
 def _clean(container: Path) -> None:
     for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
-        # restore only if there is a draft of the same name, because a folder called `replaced` may itself be a draft
+        # Restore an old checkpoint only if there is a draft of the same name. Without such a draft, the folder
+        # `replaced` may be the draft of a user's checkpoint called `replaced`.
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
     shutil.rmtree(container, ignore_errors=True)

@@ -87,7 +87,7 @@ class DurableFile:
         if self.size - self._handed_over < BLOCK_SIZE or not (self._is_local and hasattr(os, "posix_fadvise")):
             return
         self._file.flush()
-        with suppress(OSError):  # the call is only advice, and some file systems refuse it
+        with suppress(OSError):  # `posix_fadvise` is only a hint, and some file systems reject it
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.size
 
@@ -194,7 +194,7 @@ class CheckpointReader(FileSystemReader):
         return future
 
     def find_damaged(self) -> list[str]:
-        """Read all chunks, and return the file name and the key of each damaged chunk, as one string."""
+        """Read all chunks, and return one string for each damaged chunk, with its file name and its key."""
         self.set_up_storage_reader(self.read_metadata(), is_coordinator=True)
         checksums = read_checksums(cast(AnyPath, self.path))
         damaged = []
@@ -303,14 +303,14 @@ def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool,
     options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
     try:
         return torch.load(open_archive(), weights_only=True, **options)
-    except pickle.UnpicklingError as error:  # the archive is intact, so torch has refused an object
+    except pickle.UnpicklingError as error:  # the archive is intact, so it holds an object that is not allowed
         if not trust:
             raise make_trust_error(path, error) from error
     except (RuntimeError, ValueError) as error:
         raise make_damage_error(path, error) from error
     try:
         return torch.load(open_archive(), weights_only=False, **options)
-    except RuntimeError as error:  # a damaged archive; errors from the unpickling itself are of other types
+    except RuntimeError as error:  # raised for a damaged archive, not for objects that cannot be unpickled
         raise make_damage_error(path, error) from error
 
 
@@ -320,7 +320,10 @@ def make_damage_error(path: AnyPath, error: Exception) -> ValueError:
 
 
 def get_reason(error: Exception) -> str:
-    """Describe an error in one line, leaving out torch's advice to trust a damaged pickle."""
+    """Describe an error in one line.
+
+    Leave out torch's advice to load the file with ``weights_only=False``, because the file is damaged.
+    """
     is_advice = isinstance(error, pickle.UnpicklingError)
     return type(error).__name__ if is_advice else f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -446,8 +449,8 @@ def _is_metadata(module: str, name: str) -> bool:
 def _without_crc32() -> Iterator[None]:
     """Turn off the CRC-32 of ``torch.save`` inside the block, since this package's own checksums are faster.
 
-    In torch 2.11, the setting applies to the whole process. A background thread does not change the setting, since the
-    main thread may be saving another file.
+    In torch 2.11, the setting applies to the whole process. In a background thread, the setting is left unchanged,
+    since the main thread may be saving another file.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -472,7 +475,7 @@ def _write_chunk(file: DurableFile, data: Tensor | io.BytesIO) -> str:
 
 
 def _hand_over(chunk: Tensor | io.BytesIO, item: ReadItem, planner: LoadPlanner) -> None:
-    """Give ``planner`` the part of a chunk that ``item`` describes."""
+    """Give DCP's ``planner`` the part of ``chunk`` that ``item`` requests."""
     if not isinstance(chunk, Tensor):
         planner.load_bytes(item, chunk)
         return

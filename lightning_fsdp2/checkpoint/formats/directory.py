@@ -128,7 +128,7 @@ def take_snapshot(
         ValueError: When an optimizer's state has tensors that are not DTensors and that differ between ranks.
         Exception: On every rank, the error of ``torch.save`` when ``metadata`` cannot be pickled.
     """
-    # save dicts and lists in `meta.pt`: DCP would take them apart, and lose empty containers and keys that are numbers
+    # save dicts and lists in `meta.pt`, because DCP would flatten them and lose empty containers and numeric keys
     weights, extra = _partition(tensors["state_dict"], _is_extra_state)
     plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
@@ -168,7 +168,7 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
     drafts: list[Draft | StoreDraft] = []  # only rank 0 appends a draft
 
     def start() -> AnyPath:
-        # start the draft before checking free space: this removes the drafts of dead processes, which frees space
+        # start the draft first, because `start_draft` frees space by removing the drafts of dead processes
         drafts.append(start_draft(path))
         check_free_space(path, sum(sizes))
         return drafts[0].path
@@ -273,7 +273,7 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
         for cause in causes:
             if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
-                raise cause from error  # the cause's message is complete
+                raise cause from error  # the cause's own message already explains the failure
         reasons = "; ".join(map(get_reason, causes)) or error
         raise RuntimeError(
             f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If this was a read,"
@@ -283,7 +283,7 @@ def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Suppress DCP's warning about a missing process group inside the block.
+    """Suppress, inside the block, DCP's warning that there is no process group.
 
     Warning filters apply to the whole process, so a background thread must not change them. A background thread always
     has a process group, so DCP does not warn there.
@@ -352,7 +352,8 @@ def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     Additional entries are those other than ``state`` and ``param_groups``.
     """
     state, added = _partition(state, lambda key, _: key not in ("state", "param_groups"))
-    # some optimizers also keep values in `state` that all parameters share and that are not always dicts
+    # The entry `state` holds one dict per parameter. It may also hold values that all parameters share. A shared value
+    # need not be a dict.
     values, shared = _partition(state["state"], lambda _, value: not isinstance(value, dict))
     parted = {key: _partition(value, _is_container) for key, value in values.items()}
     kept = {**state, "state": {key: own for key, (own, _) in parted.items()}}
@@ -408,7 +409,10 @@ def _describe_unusual(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _get_size(tensors: dict[str, Any]) -> int:
-    """Return roughly how many bytes this rank writes. The size of a replicated tensor is divided among its ranks."""
+    """Return roughly how many bytes this rank writes.
+
+    The size of a replicated tensor is divided among the ranks that hold it.
+    """
     size = 0
 
     def add(tensor: Tensor) -> Tensor:
@@ -480,7 +484,7 @@ def _make_target(
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     is_plain = _is_of_optimizer(metadata, key) or _path_of(metadata, key) in plain
     if not is_plain and mesh is not None and len(entry.size) > 0:
-        # The model has no such tensor, but a hook may rename the key later. Until then, shard the tensor over `mesh`
-        # to save memory. `load_model_state` shards it again, like the parameter that it is loaded into.
+        # The model has no tensor with this key, but a hook may rename the key later. Until then, shard the tensor over
+        # `mesh` to save memory. Later, `load_model_state` shards the tensor like the parameter with the new name.
         return distributed_empty(entry.size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim)
     return torch.empty(entry.size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Read and write checkpoints in a single file with whole tensors, the format of Lightning's other strategies."""
+"""Read and write checkpoints in a single file with whole tensors, as Lightning's non-sharding strategies do."""
 
 import copy
 from typing import Any
@@ -108,7 +108,8 @@ def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = Fals
         )
     states = content.pop("optimizer_states", None)
     if states is None and get_optimizer_keys(content):
-        states = get_optimizer_states(content)  # Lightning's `consolidate_checkpoint` writes this layout
+        # Lightning's `consolidate_checkpoint` saves optimizer states under the keys `optimizer_0`, `optimizer_1`, ...
+        states = get_optimizer_states(content)
     rest = {key: value for key, value in content.items() if key not in get_optimizer_keys(content)}
     return {**rest, "optimizer_states": states} if with_optimizers and states is not None else rest
 

@@ -128,8 +128,8 @@ def gather_sequence(model: nn.Module, tensor: Tensor, dim: int = 1) -> Tensor:
         dim: Sequence dim of ``tensor``.
 
     Returns:
-        The result for the whole sequence, in the order of its positions. Backward sums the gradients of all ranks. FSDP
-        later averages gradients over the ranks, which gives the gradient of the mean of the ranks' losses.
+        The result for the whole sequence, in the order of its positions. The backward pass sums the gradients of all
+        ranks. FSDP later averages gradients over the ranks, which gives the gradient of the mean of the ranks' losses.
     """
     sharding = get_optional_sharding(model)
     return tensor if sharding is None else sharding.gather(tensor, dim)

@@ -77,7 +77,9 @@ class SequenceMask:
             TypeError: If ``index`` selects only a part of the mask.
         """
         if any(part not in (slice(None), slice(0, None)) for part in index):
-            raise TypeError(f"{type(self).__name__} cannot be indexed with {index}, which selects only a part of it")
+            raise TypeError(
+                f"{type(self).__name__} cannot be indexed with {index}, which selects only a part of the mask"
+            )
         return self
 
 
@@ -191,7 +193,7 @@ class _AttentionName(str):
     original: str
 
     def __new__(cls, original: str) -> "_AttentionName":
-        # replace "flash": if the name contains it, models prepare arguments that only flash attention takes
+        # if the name contained "flash", models would prepare arguments that only flash attention takes
         name = super().__new__(cls, f"{_PREFIX}{original.replace('flash', 'fused')}")
         name.original = original
         return name
@@ -409,9 +411,9 @@ def _check_positions(module: nn.Module, query: Tensor, key: Tensor, mask: Sequen
     ranks = mask.group.size()
     if not query.size(2) == key.size(2) == mask.length // ranks:
         raise ValueError(
-            f"cp_size={ranks}: {get_class_name(module)} attends from {query.size(2)} to {key.size(2)} positions, but"
-            f" this rank holds {mask.length // ranks} positions. The model adds positions (a prefix, registers) or"
-            " leaves some out. Use cp_size=1."
+            f"cp_size={ranks}: {get_class_name(module)} has {query.size(2)} queries and {key.size(2)} keys, but this"
+            f" rank holds {mask.length // ranks} positions of the sequence. The model adds positions (a prefix,"
+            " registers) or leaves some out. Use cp_size=1."
         )
 
 

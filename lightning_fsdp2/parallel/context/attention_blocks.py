@@ -207,7 +207,7 @@ def get_masked_blocks(
     """Divide queries into small blocks, each with a mask and with only the keys that are inside the queries' windows.
 
     Args:
-        rows: Queries to divide, as indices among the rank's queries.
+        rows: Queries to divide, as a slice of the rank's queries.
         first: Position of the first query, counted from the same origin as the positions of the keys.
         window: Largest number of keys that a query sees, including its own.
         first_key: Position of the first key that the queries may see. Earlier keys belong to other segments.

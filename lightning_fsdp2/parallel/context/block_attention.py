@@ -5,8 +5,8 @@ they may see are divided into blocks (:mod:`~lightning_fsdp2.parallel.context.at
 see are skipped. The results of the blocks are then merged, which gives exactly the result of one softmax over all keys
 (:mod:`~lightning_fsdp2.parallel.context.dense_attention`).
 
-A learned attention sink adds a score to every softmax, but has no value vector. It therefore only sets the initial
-value of the normalizer, into which the results of the blocks are merged.
+A learned attention sink adds a score to every softmax, but has no value vector. So it only sets the initial value
+of the normalizer (the logarithm of the softmax's denominator), before the results of the blocks are merged.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 def check_context_parallel(parts: ModelParts, ranks: int) -> None:
     """Check that a model supports context parallelism.
 
-    In particular, its layers may mix positions only with transformers' attention functions.
+    In particular, its layers may combine different positions only by calling transformers' attention functions.
 
     Raises:
         ValueError: If the model does not support context parallelism. The message names the model and the reason.

@@ -87,7 +87,7 @@ class ShardedForward:
         given = {name: value for name, value in given.items() if value is not None}
         if not self.sharding.is_active or _is_generating(given):
             return forward(*args, **kwargs)
-        if is_running_sharded():  # called by the outer model's forward, which has already split the inputs
+        if is_running_sharded():  # an outer model, which has already split the inputs, called this model
             return self._gather_router_logits(forward(*args, **kwargs))
         inputs = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.ndim < 2:
@@ -99,7 +99,8 @@ class ShardedForward:
         documents, padding = self._take_documents(given, inputs)
         local = {name: self._shard(name, value, length) for name, value in given.items()}
         with ExitStack() as stack:
-            # position ids jump between a rank's two chunks, so transformers would mistake the chunks for two documents
+            # Each rank holds two chunks of the sequence. The position ids jump from one chunk to the other, so
+            # transformers would mistake the chunks for two documents.
             stack.enter_context(assume_unpacked_sequences())
             sequences = run_sharded(
                 self.name,
@@ -140,7 +141,8 @@ class ShardedForward:
                 hook.remove()
         for layers in lists:
             deaf = [layer for layer in layers if layer in ran and attended.isdisjoint(layer.modules())]
-            # a list of projections has no attention at all; this is fine if the layers of another list have it
+            # Accept a list in which all layers lack attention, such as a list of projections, if layers in another
+            # list have attention.
             if deaf and (not attended or any(layer not in deaf for layer in layers if layer in ran)):
                 raise self._make_error(
                     f"has a layer, {get_class_name(deaf[0])}, that calls no attention function of transformers; this"
@@ -151,7 +153,7 @@ class ShardedForward:
 
     def _get_layer_lists(self) -> list[list[nn.Module]]:
         lists = get_layer_lists(self.model)
-        # hooks cannot observe calls inside compiled code
+        # skip the check for compiled layers, because hooks cannot observe calls inside compiled code
         return [] if any(is_module_compiled(layer) for layers in lists for layer in layers) else lists
 
     def _check_given(self, given: dict[str, Any]) -> None:
@@ -165,8 +167,8 @@ class ShardedForward:
         images = [name for name in given if name.startswith(_NOT_TEXT)]
         if images:
             raise self._make_error(
-                f"was given {images[0]}, which it would merge into only this rank's part of the sequence; merge it into"
-                " inputs_embeds outside the model, and pass inputs_embeds instead"
+                f"was given {images[0]}, which would be merged into only this rank's part of the sequence; merge"
+                f" {images[0]} into inputs_embeds outside the model, and pass inputs_embeds instead"
             )
         if isinstance(given.get("logits_to_keep"), Tensor) or given.get("logits_to_keep"):
             raise self._make_error(
@@ -255,7 +257,8 @@ class ShardedForward:
         if name not in self.sharding.inputs:
             raise self._make_error(
                 f"was given {name}, a tensor of shape {tuple(value.shape)}; set FSDP2Config(context_parallel_inputs="
-                f"{{'{name}': ...}}) to the dim in which it has a value per position, or to None to keep it whole"
+                f"{{'{name}': ...}}) to the dim along which this tensor has one value per position, or to None if every"
+                " rank needs the whole tensor"
             )
         dim = self.sharding.inputs[name]
         if dim is None:
@@ -295,10 +298,10 @@ class ShardedForward:
         local = length // self.sharding.group.size()
         for name in ("logits", "last_hidden_state"):
             result = getattr(output, name, None)
-            # do not check for three dims, because with the chunked loss the head returns [batch, sequence]
+            # check only the sequence dim: with the chunked loss, the logits have the shape [batch, sequence]
             if result is not None and result.size(1) != local:
                 raise self._make_error(
-                    f"returned {name} of shape {tuple(result.shape)}, but should have returned a value for each of this"
+                    f"returned {name} of shape {tuple(result.shape)}, which does not have one value for each of this"
                     f" rank's {local} positions"
                 )
 
@@ -377,7 +380,7 @@ class _ShardedLoss:
 class _MeanOfValues(torch.autograd.Function):
     """Mean of a value over the ranks.
 
-    Backward passes the gradient to each rank's value unchanged, because FSDP later averages gradients over the ranks.
+    In backward, each rank's value gets the whole gradient, because FSDP later averages gradients over the ranks.
     """
 
     @staticmethod

@@ -44,8 +44,8 @@ def segment_attention(
         key: [batch, positions, key-value heads, dim].
         value: [batch, positions, key-value heads, value dim].
         key_starts: [batch], position of the first key that the block needs in each sequence.
-        query_ends: [segments + 1], 0 and the cumulative number of queries up to the end of each segment.
-        key_ends: [segments + 1], 0 and the cumulative number of needed keys up to the end of each segment.
+        query_ends: [segments + 1], 0 followed by the cumulative number of queries up to the end of each segment.
+        key_ends: [segments + 1], 0 followed by the cumulative number of needed keys up to the end of each segment.
         most_queries: Largest number of queries in a segment.
         most_keys: Largest number of keys in a segment.
         window: Largest number of keys that a query sees, including its own. None if a query sees all keys of its
@@ -170,7 +170,7 @@ def _get_blocks(query_ends: Tensor, key_ends: Tensor, window: int | None) -> lis
     for (first, end), (first_key, last_key) in zip(
         pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
     ):
-        # the last key has the position of the last query, so count back to the key at the first query's position
+        # queries and keys end at the same position, so the key at the first query's position is found from the end
         rows, own = slice(first, end), last_key - (end - first)
         if window is not None and window < last_key - first_key:
             blocks += get_masked_blocks(rows, own, window, first_key=first_key)

@@ -79,7 +79,7 @@ class SequenceSharding:
         return torch.cat([tensor.narrow(dim, chunk.start, chunk.length) for chunk in chunks], dim)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Gather ``tensor`` from all ranks along ``dim``, with the positions in the order of the whole sequences."""
+        """Gather ``tensor`` from all ranks along ``dim``, and restore the order of positions in the sequences."""
         whole = gather_for_ranks(tensor.contiguous(), dim, self.group)
         if self.method == "ulysses":
             return whole

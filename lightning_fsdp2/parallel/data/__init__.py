@@ -1,1 +1,1 @@
-"""Data parallelism: the units of a model, ``fully_shard``, gradients and DDP."""
+"""Data parallelism: division of a model into FSDP2 units, ``fully_shard``, gradients and DDP."""

@@ -1,7 +1,8 @@
 """Checks that all data parallel ranks run the same parts of a model, such as an image tower that some batches skip.
 
-All ranks gather a unit's weights together. A rank whose batch has no image would start to gather the language model
-while the other ranks gather the tower. Such a mismatch of collectives crashes or hangs.
+The weights of each part are gathered by all ranks together. A rank whose batch has no image would skip the image
+tower and start to gather the language model, while the other ranks gather the tower. Such a mismatch of collectives
+crashes or hangs.
 """
 
 from collections.abc import Iterable
@@ -22,11 +23,12 @@ End = Literal["the backward pass", "the end of the step"]
 
 
 def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGroup) -> None:
-    """Make the ranks compare which part of ``root`` they enter, before the weights of that part are gathered.
+    """Make the ranks check that they all enter the same part of ``root``, before the weights of that part are gathered.
 
-    A part is a list of layers, or a unit outside these lists. The ranks exchange one number on the CPU whenever they
-    enter a part, and once more after the last part (:func:`check_end`). If there is only one list of layers, and every
-    part is inside a Hugging Face model, ranks cannot enter different parts, and nothing is exchanged.
+    A part is a list of layers, or a module of ``units`` outside these lists. Before the ranks enter a part, and
+    once more after the last part (:func:`check_end`), they exchange one number on the CPU. If there is only one list of
+    layers, and every part is inside a Hugging Face model, all ranks always enter the same parts, so nothing is
+    exchanged.
 
     Args:
         root: Module that is sharded.
@@ -35,7 +37,7 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
     """
     lists = get_layer_lists(root)
     inside = {root, *(module for blocks in lists for block in blocks for module in block.modules())}
-    # a rank enters a list of layers when it calls the first layer
+    # a rank is considered to enter a list of layers when it calls the first layer of the list
     entered = ({*units} - inside) | {blocks[0] for blocks in lists}
     parts = [module for module in root.modules() if module in entered]
     models = {module for model in get_hf_models(root) for module in model.modules()}
@@ -50,9 +52,9 @@ def check_branches(root: nn.Module, units: Iterable[Any], group: dist.ProcessGro
 
 
 def check_end(root: nn.Module, end: End) -> None:
-    """Check, together with all other ranks, that every rank has reached the event ``end`` after the last part.
+    """Check, together with all other ranks, that every rank has left the last part and has reached ``end``.
 
-    This does nothing if :func:`check_branches` found that ranks cannot enter different parts.
+    This does nothing if :func:`check_branches` found that all ranks always enter the same parts.
 
     Raises:
         RuntimeError: On every rank, if any rank enters another part instead.

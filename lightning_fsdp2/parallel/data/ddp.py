@@ -19,7 +19,7 @@ from lightning_fsdp2.ranks.failures import list_names
 
 
 class Replica:
-    """Module that is wrapped with DDP for as long as it has trained parameters.
+    """Module that is wrapped in DDP as long as it has trainable parameters.
 
     Args:
         module: Module that is trained on every rank.
@@ -46,13 +46,14 @@ class Replica:
 
     @property
     def root(self) -> nn.Module:
-        """Module to call in a step: the DDP wrapper, or the module itself if it has no trained parameters."""
+        """Module to call in a step: the DDP wrapper, or the module itself if it has no trainable parameters."""
         return self.wrapper or self.module
 
     def refresh(self) -> None:
         """Wrap the module again if parameters were frozen or unfrozen since the last step.
 
-        The wrapper is kept if it already knows all trained parameters, and allows some parameters to be unused.
+        The existing wrapper is kept if it already knows all trainable parameters, and allows some of them to get no
+        gradient (``find_unused_parameters`` without ``static_graph``).
         """
         trained = self._get_trained()
         if trained.keys() == self._trained.keys():
@@ -66,7 +67,7 @@ class Replica:
         self._wrap()
 
     def check_known(self) -> None:
-        """Refuse to train parameters that the reducer does not know, since each rank would train its own copy.
+        """Refuse to train parameters whose gradients DDP would not reduce, since each rank would train its own copy.
 
         Raises:
             ValueError: If parameters were unfrozen inside the step.
@@ -75,8 +76,8 @@ class Replica:
         if unknown:
             names = [name for name, parameter in self.module.named_parameters() if id(parameter) in unknown]
             raise ValueError(
-                f"{list_names(names)}: unfrozen inside `training_step`, where DDP does not notice it. Unfreeze them"
-                " before the step, for example in `on_train_batch_start`."
+                "These parameters were unfrozen inside `training_step`, where DDP does not notice the change:"
+                f" {list_names(names)}. Unfreeze them before the step, for example in `on_train_batch_start`."
             )
 
     def finish_backward(self, *, is_manual: bool) -> None:
@@ -95,7 +96,7 @@ class Replica:
 
     @contextmanager
     def defer_sync(self) -> Iterator[None]:
-        """Run the block without reducing gradients, for micro-batches before the last one of an optimizer step."""
+        """Skip gradient reduction inside the ``with`` block. Use it for every micro-batch of a step except the last."""
         # With a static graph, torch records the graph only in a backward that reduces gradients, so the first
         # micro-batch must reduce its gradients. They are averaged again later, which does not change them.
         with self.wrapper.no_sync() if self.wrapper is not None and not self._is_learning else nullcontext():
@@ -110,7 +111,7 @@ class Replica:
         return {id(parameter): parameter for parameter in self.module.parameters() if parameter.requires_grad}
 
     def _reduce_gradients_of_frozen(self, trained: dict[int, Tensor]) -> None:
-        """Average over the ranks the gradients that newly frozen parameters got from earlier micro-batches."""
+        """Average, over the ranks, the gradients that newly frozen parameters got in earlier micro-batches."""
         for number, parameter in self._trained.items():
             if number not in trained and parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self._group)

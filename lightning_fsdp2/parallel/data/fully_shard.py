@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.mesh import get_shard_size
+from lightning_fsdp2.modules.experts import get_optional_shard_dim
 from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan
@@ -30,6 +31,8 @@ def apply_fully_shard(
 ) -> None:
     """Shard a model unit by unit, each unit over its own mesh.
 
+    A unit is a group of modules whose weights are gathered together.
+
     Args:
         units: Units with meshes, inner ones first; see :func:`~lightning_fsdp2.parallel.data.units.build_unit_plan`.
         model: Model that holds the units; changed in place.
@@ -38,7 +41,8 @@ def apply_fully_shard(
 
     Raises:
         TypeError: If a module's class cannot be combined with FSDP2's.
-        ValueError: If dim 0 of a weight packs several projections, and the number of ranks does not divide its dim 1.
+        ValueError: If dim 0 of a weight packs several projections, and its dim 1 is not divisible by the number of
+            ranks. Also if no dim of an expert's weight is divisible by the number of ranks that shard it.
     """
     ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
     units = list(units)
@@ -48,8 +52,15 @@ def apply_fully_shard(
         _shard_unit(unit, mp_policy, offload_policy, ignored)
 
 
-def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks: int) -> None:
+def check_reshard_after_forward(
+    reshard_after_forward: bool | int | None, ranks: int, sharded: str = "parameters"
+) -> None:
     """Refuse a ``reshard_after_forward`` that does not divide ``ranks``, the number of ranks that hold shards.
+
+    Args:
+        reshard_after_forward: Flag of the config.
+        ranks: Number of ranks that hold shards.
+        sharded: Name for the sharded weights in the message, such as "experts".
 
     Raises:
         ValueError: If ``reshard_after_forward`` does not divide ``ranks``. The message lists the divisors of ``ranks``.
@@ -57,18 +68,21 @@ def check_reshard_after_forward(reshard_after_forward: bool | int | None, ranks:
     if isinstance(reshard_after_forward, int) and ranks % int(reshard_after_forward or 1):
         divisors = [str(size) for size in range(2, ranks) if ranks % size == 0]
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} does not divide the {ranks} ranks that parameters are"
+            f"reshard_after_forward={reshard_after_forward} does not divide the {ranks} ranks that {sharded} are"
             f" sharded over; use {', '.join([*divisors, 'True or False'])}."
         )
 
 
 def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -> None:
-    """Make every unit start the all-gather of the next units in its chain.
+    """Make every unit start the all-gathers of the next units in its chain in advance.
+
+    A chain is a list of units in the order in which forward runs them.
 
     Args:
         plan: Units and chains of a model, after :func:`apply_fully_shard`.
         forward_depth: Number of units gathered ahead in forward; 0 leaves prefetching to torch.
-        backward_depth: Number of units gathered ahead in backward; 0 means torch's own prefetch of one unit.
+        backward_depth: Number of units gathered ahead in backward; 0 leaves prefetching to torch, which gathers one
+            unit ahead.
     """
     for chain in plan.chains:
         for index, unit in enumerate(chain):
@@ -79,8 +93,8 @@ def apply_prefetch(plan: UnitPlan, *, forward_depth: int, backward_depth: int) -
             if ahead:
                 module.set_modules_to_forward_prefetch(ahead)
             if backward_depth > 0:
-                # With an empty list, torch would choose a unit, perhaps an embedding that backward does not need.
-                # The root is already gathered, so prefetching it costs nothing.
+                # With an empty list, torch would choose what to prefetch, perhaps an embedding that backward does not
+                # need. So prefetch the root instead. This costs nothing, because the root is already gathered.
                 module.set_modules_to_backward_prefetch(behind or [plan.units[-1].modules[0]])
 
 
@@ -92,14 +106,18 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     on one rank or on all. Writes to the parameters are lost. All ranks must enter and leave the block. Every rank holds
     the whole model at once, in the dtype in which the model computes (bfloat16 under bf16-mixed).
 
+    Tensor, context and expert parallelism stay active. Their ranks must call the model together, as outside the block,
+    and each rank holds only its own part of the parameters that tensor or expert parallelism distributes.
+
     Raises:
         ValueError: If Megatron-FSDP shards the model.
         RuntimeError: If ``state_dict`` is called inside the block: a state dict is made of shards, and building it
-            would shard the model again. Also if a backward after the block needs weights that the block gathered.
+            would shard the model again. Another RuntimeError is raised if a backward after the block needs weights
+            that were gathered for the block.
     """
     for sharder in filter(None, map(get_optional_sharder, model.modules())):
         sharder.check_can_unshard()
-    # modules that an outer block has gathered stay gathered at the end of this block
+    # skip modules that an outer `unshard_fsdp2_model` block has gathered, so that they stay gathered after this block
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
     modules = [module for module in marked if isinstance(module, FSDPModule)]
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in marked]
@@ -125,10 +143,11 @@ def is_unsharded_by_user(module: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard every unit of ``model`` that a forward without backward left gathered.
+    """Reshard every unit of ``model`` that is still gathered after a forward without a backward.
 
-    A gathered copy would be stale after the next optimizer step or load, and hides the sharded parameter from
-    ``named_parameters()``. If no unit is gathered, this costs nothing. Do not call it while a forward runs.
+    A gathered copy would be stale after the next optimizer step or the next load of a checkpoint, and hides the sharded
+    parameter from ``named_parameters()``. If no unit is gathered, this function costs nothing. Do not call it while a
+    forward is running.
     """
     _reshard_units(get_fsdp_modules(model))
 
@@ -140,7 +159,10 @@ def get_fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def _guard_saved_weights(model: nn.Module) -> Iterator[None]:
-    """Raise an error instead of crashing if a backward after the block reads a weight freed at the block's end."""
+    """Make backward raise an error if it runs after the block and needs weights that were gathered for the block.
+
+    These weights are freed at the end of the block. Without the error, backward would crash.
+    """
     weights = {_get_address(parameter) for parameter in model.parameters()} - {0}
     is_over = False
 
@@ -152,10 +174,11 @@ def _guard_saved_weights(model: nn.Module) -> Iterator[None]:
             return saved
         if is_over:
             raise RuntimeError(
-                "Backward through an `unshard_fsdp2_model` block that has ended: the weights it gathered are freed."
-                " Inside the block, read weights under `torch.no_grad()`. If the loss depends on weights, use them in"
-                " the forward of their own module. For a penalty on weights, use the optimizer's `weight_decay`, or add"
-                " the gradient of the penalty to each `p.grad` in `on_before_optimizer_step`."
+                "Backward needs weights that an `unshard_fsdp2_model` block gathered, but the block has ended and the"
+                " weights have been freed. Inside the block, read weights under `torch.no_grad()`. If the loss depends"
+                " on weights, use them in the forward of their own module. For a penalty on weights, use the"
+                " optimizer's `weight_decay`, or add the gradient of the penalty to each `p.grad` in"
+                " `on_before_optimizer_step`."
             )
         return saved[0]
 
@@ -173,9 +196,9 @@ def _get_address(tensor: Tensor) -> int:
 
 def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
     raise RuntimeError(
-        f"{type(module).__name__}.state_dict() inside `unshard_fsdp2_model`: a state dict is made of shards, and"
-        " building it would shard the model again. Call `state_dict()` outside the block and gather its tensors"
-        " (`tensor.full_tensor()`), or read `named_parameters()` inside the block."
+        f"{type(module).__name__}.state_dict() was called inside an `unshard_fsdp2_model` block. A state dict consists"
+        " of shards, so building it would shard the model again. Call `state_dict()` outside the block and gather its"
+        " tensors (`tensor.full_tensor()`), or read `named_parameters()` inside the block."
     )
 
 
@@ -186,7 +209,11 @@ def _reshard_units(modules: Iterable[FSDPModule]) -> None:
 
 
 class _Unregistered(FSDPModule):
-    """``FSDPModule`` whose ``__init_subclass__`` does nothing, so that the user's own version of it is not called."""
+    """Variant of ``FSDPModule`` whose ``__init_subclass__`` does nothing.
+
+    :func:`_check_class` combines this variant with a user's class. Python then does not call the ``__init_subclass__``
+    of the user's class.
+    """
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
@@ -221,11 +248,13 @@ def _shard_unit(
         mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     elif not unit.casts_output:
         mp_policy = replace(mp_policy, output_dtype=None)
-    if unit.is_experts:  # the layer has cast the hidden states; the routing weights keep the dtype of the router
+    if unit.is_experts:
+        # do not cast the inputs: the layer around the experts has already cast the hidden states, and the routing
+        # weights keep the router's dtype
         mp_policy = replace(mp_policy, cast_forward_inputs=False)
     mesh = unit.mesh
     if mesh is None:
-        raise ValueError("A unit has no mesh to shard its weights over; give one to `build_unit_plan`.")
+        raise ValueError("A unit has no mesh over which to shard its weights; pass a mesh to `build_unit_plan`.")
     get_placement = _get_expert_placement if unit.is_experts else _get_placement
     attributes = _get_parameter_attributes(unit.modules)
     fully_shard(
@@ -248,11 +277,12 @@ def _shard_unit(
 
 
 def _set_gradient_divisor(module: FSDPModule, divisor: int, ranks: int) -> None:
-    """Divide the sum of the ranks' gradients by ``divisor``, which need not be the number of ranks."""
+    """Make FSDP2 divide the sum of the ranks' gradients by ``divisor``, which need not be the number of ranks."""
     module.set_gradient_divide_factor(float(divisor))
     if ranks > 1:
-        # Sum first and divide afterwards. Gloo has no reduction that scales, and NCCL's is wrong in bfloat16 up to
-        # torch 2.13 (pytorch#190747). With one rank, there is no reduction, and torch would divide twice.
+        # Sum first and divide afterwards, because Gloo cannot scale in a reduction, and NCCL's scaled reduction is
+        # wrong in bfloat16 up to torch 2.13 (pytorch#190747). Do not set this flag on a single rank: there is no
+        # reduction, and torch would divide twice.
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -263,10 +293,11 @@ def _keep_class_name(module: nn.Module) -> None:
 
 
 def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
-    """Return the dim along which FSDP2 shards ``parameter``: None for dim 0, or dim 1 if dim 0 is packed.
+    """Return the placement with which FSDP2 shards ``parameter``.
 
-    A dim is packed if it concatenates several projections. A tensor parallel shard then holds a part of each
-    projection, and DTensor cannot shard such parts further along the same dim.
+    The result is ``Shard(1)`` if dim 0 is packed. Otherwise it is None, and FSDP2 shards dim 0. A dim is packed if it
+    concatenates several projections. A tensor parallel shard then holds a part of each projection, and DTensor cannot
+    shard such parts further along the same dim.
     """
     packed = get_packed_placements(parameter) if isinstance(parameter, DTensor) else {}
     if not any(placement.dim == 0 for placement in packed.values()):
@@ -281,16 +312,10 @@ def _get_placement(parameter: nn.Parameter, *, ranks: int) -> Shard | None:
 
 
 def _get_expert_placement(parameter: nn.Parameter, *, ranks: int) -> Shard:
-    """Return the first dim of this rank's experts that ``ranks`` divides. Dim 0 is the number of experts."""
+    """Return the dim along which FSDP2 shards this rank's experts."""
     sizes = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-    dim = next((dim for dim, size in enumerate(sizes) if size % ranks == 0), None)
-    if dim is None:
-        raise ValueError(
-            f"The experts' weight of shape {tuple(parameter.shape)} cannot be sharded: each expert parallel rank holds"
-            f" {tuple(sizes)} of it, and the {ranks} ranks with the same experts divide none of these sizes. Use"
-            " another ep_size, or more replicas (dp_replicate_size)."
-        )
-    return Shard(dim)
+    # the result is never None: `check_experts` has checked that some dim is divisible by `ranks`
+    return Shard(cast(int, get_optional_shard_dim(sizes, ranks)))
 
 
 def _get_parameter_attributes(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], dict[str, Any]]:

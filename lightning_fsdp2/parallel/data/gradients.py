@@ -26,9 +26,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most ``max_norm``.
 
-    This is :func:`torch.nn.utils.clip_grad_norm_` for parameters on different meshes, or on none, which torch refuses
-    (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, which torch's own tensor parallelism leaves
-    on replicated parameters, are reduced first. Every rank must call this function.
+    Unlike :func:`torch.nn.utils.clip_grad_norm_`, this function accepts a mix of plain parameters and parameters on
+    different meshes (https://github.com/pytorch/pytorch/issues/180346). Partial gradients, which torch's own tensor
+    parallelism leaves on replicated parameters, are reduced first. Every rank must call this function.
 
     Args:
         parameters: Parameters of the optimizer, sharded or not. Those without a gradient are skipped.
@@ -42,8 +42,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: See ``error_if_nonfinite``.
-        ValueError: If ``max_norm`` is negative or NaN. Under Megatron-FSDP also if the model was called after its
-            backward, and now holds parameters without gradients.
+        ValueError: If ``max_norm`` is negative or NaN. Under Megatron-FSDP, also if ``parameters`` were taken from the
+            model after a backward and another forward: the model then holds parameters that have no gradients.
     """
     _check_bound("max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -61,7 +61,9 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place. Only partial gradients are communicated.
+    """Clamp every gradient element to ``[-clip_value, clip_value]``, in place.
+
+    Partial gradients are first reduced over the ranks. All other gradients need no communication.
 
     Raises:
         ValueError: If ``clip_value`` is negative or NaN. Under Megatron-FSDP, also see :func:`clip_grad_norm_`.
@@ -80,8 +82,9 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients together.
 
-    Each element counts once, even if several ranks hold a copy. Norms are accumulated in float32. One scalar is
-    communicated for all parameters that are sharded over the same axes of a mesh, and one between replicas (HSDP).
+    Each element counts once, even if several ranks hold a copy. Norms are accumulated in float32. For all parameters
+    that are sharded over the same mesh axes, only one scalar is reduced over the ranks. With replicas (HSDP), the
+    result is also sent from one replica to the others, because rounding may differ between replicas.
     """
     parameters = list(parameters)
     _reduce_partial(parameters)
@@ -109,10 +112,10 @@ def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tens
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar tensor in place, without waiting for its value.
+    """Multiply all gradients by the scalar tensor ``factor`` in place, without making the host wait for its value.
 
-    For gradients in low precision, the product is rounded to their dtype but the factor is not, so that each element is
-    rounded only once.
+    For bfloat16 and float16 gradients, only the product is rounded to their dtype. The factor is not, so each element
+    is rounded only once.
     """
     for group in _group_for_foreach(_local_gradients(parameters)):
         device, dtype = group[0].device, group[0].dtype
@@ -125,16 +128,16 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 
 @contextmanager
 def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterator[None]:
-    """Keep gradients unsynchronised inside the block; the next backward outside synchronises their sum.
+    """Keep gradients unsynchronised inside the ``with`` block; the first backward after it synchronises their sum.
 
-    Use it around all micro-batches of an accumulation window except the last. :func:`drop_deferred_gradients` discards
-    the gradients; under a Trainer, so does the ``zero_grad`` of the optimizer.
+    Use this context manager for all micro-batches of an optimizer step except the last. To discard the gradients
+    instead, call :func:`drop_deferred_gradients`. Under a Trainer, the optimizer's ``zero_grad`` also discards them.
 
     Args:
         model: A module that holds FSDP2 units, or one that Megatron-FSDP has wrapped; other modules are left alone.
-        reduce_scatter: Whether to reduce-scatter the gradients of every micro-batch. False saves all communication and
-            keeps the whole gradient in memory on every rank. True keeps only shards, and saves only the all-reduce over
-            the replicas (HSDP). Under Megatron-FSDP, ``zero_dp_strategy`` decides instead.
+        reduce_scatter: Whether to reduce-scatter the gradients of every micro-batch. False avoids all communication,
+            but keeps whole gradients in memory on every rank. True keeps only shards of gradients, but avoids only the
+            all-reduce over the replicas (HSDP). Under Megatron-FSDP, ``zero_dp_strategy`` decides instead.
     """
     modules = get_fsdp_modules(model)
     for module in modules:
@@ -159,18 +162,19 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
-        separate_unreduced_gradients(modules)  # the first backward after the block adds to these gradients
+        # copy shared gradients once more, because the first backward after the block adds to the unreduced gradients
+        separate_unreduced_gradients(modules)
         set_sync(True)
 
 
 def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     """Discard the gradients that :func:`defer_grad_sync` has kept in the FSDP2 units of ``model``.
 
-    torch keeps them apart from ``parameter.grad``, so the ``zero_grad`` of an optimizer does not clear them.
+    torch does not keep these gradients in ``parameter.grad``, so the ``zero_grad`` of an optimizer does not clear them.
 
     Args:
         model: A module that holds FSDP2 units.
-        parameters: Parameters whose gradients are discarded, as held by an optimizer.
+        parameters: Parameters whose gradients are discarded. Pass the same objects that the optimizer holds.
     """
     cleared = set(parameters)
     for module in get_fsdp_modules(model):
@@ -180,7 +184,7 @@ def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> N
 def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
     """Make ``optimizer.zero_grad`` also call ``clear``, for gradients that are not in ``parameter.grad``.
 
-    This replaces the method, because torch has no hook for ``zero_grad``.
+    The method is replaced on the optimizer, because torch has no hook for ``zero_grad``.
     """
     zero_grad = optimizer.zero_grad
 
@@ -192,13 +196,13 @@ def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
 
 
 def _check_bound(name: str, bound: float) -> None:
-    """Refuse a bound that would reverse all gradients, or make them NaN."""
+    """Refuse a negative bound, which would reverse all gradients, and a NaN bound, which would make them NaN."""
     if not bound >= 0:
         raise ValueError(f"{name}={bound!r} must be 0 or more; to only measure the norm, use max_norm=float('inf').")
 
 
 def _check_distributed(parameters: list[Tensor]) -> None:
-    """Refuse the raw parameters with which Megatron-FSDP computes, since they have no gradients to clip."""
+    """Refuse Megatron-FSDP's raw compute parameters: only the optimizer's parameters have gradients to clip."""
     if any(
         hasattr(parameter, "_megatron_fsdp_model") and not isinstance(parameter, DTensor) for parameter in parameters
     ):
@@ -210,7 +214,7 @@ def _check_distributed(parameters: list[Tensor]) -> None:
 
 
 def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:
-    """Return the process groups whose ranks hold different parts of ``gradient``, and the groups that hold copies."""
+    """Return the process groups over which ``gradient`` is sharded, and those over which it is replicated."""
     if not isinstance(gradient, DTensor):
         return (), ()
     mesh = gradient.device_mesh
@@ -222,7 +226,7 @@ def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[
 
 
 def _reduce_partial(parameters: Iterable[Tensor]) -> None:
-    """Reduce partial gradients over the ranks, so that they are placed like their parameters."""
+    """Reduce partial gradients over the ranks, so that each gradient has the same placements as its parameter."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
@@ -247,7 +251,10 @@ def _group_for_foreach(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return this rank's sum of |g|^p, or its largest |g| for the infinity norm; 0 if the rank has no elements."""
+    """Return the sum of |g|^p over this rank's gradient elements, or the largest |g| for the infinity norm.
+
+    The result is 0 if this rank has no elements.
+    """
     powers = [torch.zeros((), dtype=torch.float32, device=gradients[0].device)]
     for group in _group_for_foreach(gradients):
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=torch.float32)).to(powers[0].device)
@@ -258,7 +265,8 @@ def _local_power(gradients: list[Tensor], norm_type: float) -> Tensor:
 def _reduce_power(power: Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float) -> Tensor:
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     if math.isinf(norm_type):
-        power = power.nan_to_num(nan=math.inf, posinf=math.inf)  # gloo's MAX ignores another rank's NaN
+        # replace NaN with infinity, because gloo's MAX may ignore a NaN that comes from another rank
+        power = power.nan_to_num(nan=math.inf, posinf=math.inf)
     for group in groups:
         dist.all_reduce(power, op=op, group=group)
     return power

@@ -60,7 +60,7 @@ class Unit:
     their mean. Experts under expert parallelism need another one, since their mesh does not have all data ranks."""
 
     inner: list["Unit"] = field(default_factory=list)
-    """Units of the experts inside this unit's modules, and of what they share, if they have expert parallelism."""
+    """Units for experts inside this unit's modules, and for modules that they share, if there is expert parallelism."""
 
     @property
     def is_experts(self) -> bool:
@@ -69,13 +69,19 @@ class Unit:
 
     @property
     def gathered_modules(self) -> list[nn.Module]:
-        """The modules to gather before this unit runs: its first module stands for all of its modules."""
+        """The modules to prefetch for this unit: the first module of this unit and of each unit in ``inner``.
+
+        All modules of a unit are gathered together, so prefetching the first one is enough.
+        """
         return [unit.modules[0] for unit in (self, *self.inner)]
 
 
 @dataclass(kw_only=True)
 class UnitPlan:
-    """All units of a model, inner ones first, and the chains along which weights are prefetched."""
+    """All units of a model, inner units before the units around them, and the model's chains of units.
+
+    A chain lists units in the order in which forward runs them, so that each unit can prefetch the weights of the next.
+    """
 
     units: list[Unit]
     chains: list[list[Unit]]
@@ -88,18 +94,20 @@ def build_unit_plan(
     mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> UnitPlan:
-    """Decide on the units of a model without changing it.
+    """Decide how to group a model's modules into units, without changing the model.
+
+    A unit is a group of modules that one call of ``fully_shard`` shards together.
 
     Args:
         structure: Structure of a LightningModule, a Hugging Face model or any other module.
-        reshard_after_forward: None keeps the last block of each list and the head gathered; True reshards them too;
-            False keeps every block gathered; an int reshards blocks to that many ranks.
+        reshard_after_forward: None reshards all blocks except the last block of each list; this block and the head stay
+            gathered for backward. True reshards them too. False keeps every block gathered. An int reshards blocks to
+            that many ranks.
         mesh: Mesh of every unit; see :attr:`Unit.mesh`.
-        expert_mesh: Mesh of the units of experts instead, if the model has expert parallelism.
+        expert_mesh: Mesh to use instead for the units of experts, if the model has expert parallelism.
 
     Raises:
-        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle; or if
-            the ranks of ``expert_mesh`` do not divide a dim of an expert's weight.
+        ValueError: If parameters are tied, or have mixed dtypes, in a way that no grouping of modules can handle.
     """
     model, layer_lists = structure.root, structure.layer_lists
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
@@ -130,9 +138,10 @@ def build_unit_plan(
 
 
 def build_layer_units(structure: ModelStructure, *, mesh: DeviceMesh) -> list[Unit]:
-    """Decide on units for only the blocks of a model, all on ``mesh``.
+    """Build units for only the blocks of a model. All units are on ``mesh``.
 
-    The errors are the same as those of :func:`build_unit_plan`.
+    Raises:
+        ValueError: See :func:`build_unit_plan`.
     """
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
@@ -147,17 +156,16 @@ def _set_mesh(units: list[Unit], mesh: DeviceMesh | None) -> list[Unit]:
 
 
 def _add_expert_units(units: list[Unit], mesh: DeviceMesh, expert_mesh: DeviceMesh) -> list[Unit]:
-    """Put units for the experts inside a unit, and for what all of them share, before the unit.
+    """Insert, before each unit, units for the experts inside it and for the modules that these experts share.
 
-    What experts share, such as a norm, is sharded over ``mesh``: each rank applies it to the tokens of its own experts,
-    and the sum over all ranks is its gradient.
+    A module that experts share, such as a norm, is sharded over ``mesh``. Each rank applies it to the tokens of its own
+    experts, so its gradient is the sum over all ranks.
     """
     ranks = get_shard_size(expert_mesh)
     result: list[Unit] = []
     for unit in units:
-        reshard = unit.reshard_after_forward
-        if ranks % int(reshard or 1):  # a number of ranks that divides the ranks of `mesh`, but not those of experts
-            reshard = True
+        # an int means resharding to fewer ranks, which is impossible on a single rank, so replace it with True
+        reshard = unit.reshard_after_forward if ranks > 1 else bool(unit.reshard_after_forward)
         taken = {module for other in result for module in other.modules}
         inside = [module for top in unit.modules for module in get_modules(top) if module not in taken]
         experts = [module for module in inside if get_optional_expert_mesh(module) is not None]
@@ -178,7 +186,7 @@ def _build_layer_units(blocks: list[nn.Module], reshard_after_forward: bool | in
         Unit(modules=[block], reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward)
         for block in blocks
     ]
-    # backward begins with the last block, which would otherwise be resharded and immediately gathered again
+    # keep the last block gathered: backward begins with it, so after resharding it would be gathered again at once
     if reshard_after_forward is None and _is_trainable(blocks):
         units[-1].reshard_after_forward = False
     return units
@@ -200,7 +208,7 @@ def _build_end_units(
         return None, tied if _owns_all([embedding, *tail], owners) else None
     embedding_unit = head_unit = None
     if embedding is not None and _owns_all([embedding], owners):
-        # the gradient of an embedding needs no weights, but the gradient of a norm inside it does
+        # backward of an embedding lookup reads no weights, but backward of a norm inside the embedding module does
         embedding_unit = Unit(modules=[embedding], unshard_in_backward=len(list(embedding.parameters())) > 1)
     if head is not None and _owns_all(tail, owners):
         head_unit = Unit(modules=tail, reshard_after_forward=not keep)
@@ -213,7 +221,7 @@ def _build_child_units(
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     reshard_after_forward: bool | int | None,
 ) -> list[Unit]:
-    """Build units for the models inside the root, and for children whose parameters are not in a unit yet."""
+    """Build units for the models inside the root, and for the root's children with parameters not yet in a unit."""
     model = structure.root
     if is_hf_model(model):
         return []
@@ -221,7 +229,8 @@ def _build_child_units(
     inside = taken | {module for top in tops for module in get_modules(top)}
     for child in (module for module in model.children() if not is_metric(module)):
         leftover = any(_owns_parameters_directly(module) for module in get_modules(child) if module not in inside)
-        # a model in a LightningModule needs a unit to cast inputs and outputs, even if other units hold its parameters
+        # a model in a LightningModule needs a unit of its own, which casts the model's inputs and outputs, even if
+        # other units hold all of its parameters
         if leftover or (is_lightning_module(model) and child not in inside):
             tops += [top for top in _expand_containers(child) if top not in inside]
             inside.update(get_modules(child))
@@ -259,8 +268,8 @@ def _build_model_unit(
     modules: list[nn.Module], reshard_after_forward: bool | int | None, *, has_layers: bool, casts_output: bool
 ) -> Unit:
     if not isinstance(reshard_after_forward, bool):
-        # this unit holds the model's weights outside the layers; they stay gathered, because backward begins with them
-        # if this model runs last
+        # This unit holds a model's weights outside its layers, such as the final norm and the head. If a module has
+        # several models and this one runs last, backward begins with these weights, so keep them gathered.
         keep = has_layers and _is_trainable(modules)
         reshard_after_forward = False if keep else reshard_after_forward or True
     return Unit(modules=modules, reshard_after_forward=reshard_after_forward, casts_output=casts_output)
@@ -272,9 +281,10 @@ def _build_root_unit(model: nn.Module) -> Unit:
 
 
 def _expand_containers(module: nn.Module) -> list[nn.Module]:
-    """Return ``[module]``, or the modules inside it if it has no forward in which its weights could be gathered.
+    """Return ``[module]`` if it has a forward, and otherwise the outermost modules inside it that have one.
 
-    If a module without forward holds parameters directly, they belong to the unit of its parent, which uses them.
+    Weights can be gathered only in the forward of a module. If a module without a forward holds parameters directly,
+    they belong to the unit of its parent, which uses them. Modules without parameters are left out.
     """
     if not has_forward(module):
         return [top for child in module.children() for top in _expand_containers(child)]
@@ -282,9 +292,9 @@ def _expand_containers(module: nn.Module) -> list[nn.Module]:
 
 
 def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | None, head: Unit | None) -> None:
-    """Put the model's embedding before its chain of blocks and the head after it, if there is exactly one chain.
+    """Put the model's embedding at the start of its chain of blocks, and its head at the end.
 
-    The order in which forward runs several chains is unknown.
+    A model with several chains is left alone, because the order in which forward runs them is unknown.
     """
     modules = set(get_modules(model))
     own = [index for index, chain in enumerate(chains) if chain[0].modules[0] in modules]
@@ -295,12 +305,15 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of the less common dtypes their own units: torch allows only one trainable dtype per unit.
+    """Give modules of the less common dtypes their own units.
+
+    torch requires that all trainable parameters of a unit have the same dtype.
 
     Experts under expert parallelism are left out, because they have their own units in any case.
     """
     names = get_parameter_names(model)
     claimed = {module for module in get_modules(model) if get_optional_expert_mesh(module) is not None}
+    _group_by_dtype(claimed, names)  # raises an error if the experts of a layer have several dtypes
     result: list[Unit] = []
     for unit in units:
         modules = [module for top in unit.modules for module in get_modules(top) if module not in claimed]
@@ -381,13 +394,14 @@ def _check_layers_own_their_parameters(
         ):
             shared = sorted(f"{names[module]}.{attribute}" for module, attribute in holders)
             raise ValueError(
-                f"The parameters {', '.join(shared)} are tied, but lie in different blocks, and FSDP2 shards each"
-                " block separately. Share the module that holds them instead, or only tie weights outside the blocks."
+                f"The parameters {', '.join(shared)} are tied, but belong to different blocks, and FSDP2 shards each"
+                " block separately. Share the module that holds the parameters instead, or tie only weights outside the"
+                " blocks."
             )
 
 
 def _owns_all(modules: Sequence[nn.Module], owners: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> bool:
-    """Return whether ``modules`` share none of their parameters with a module outside them."""
+    """Return whether ``modules`` do not share any of their parameters with other modules."""
     inside = {module for top in modules for module in get_modules(top)}
     parameters = [parameter for module in inside for parameter in module.parameters(recurse=False)]
     return all(holder in inside for parameter in parameters for holder, _ in owners[parameter])

@@ -1,4 +1,7 @@
-"""Entry point of expert parallelism, which finds the packed experts of a model and distributes them over ranks."""
+"""Entry point of expert parallelism, which distributes the packed experts of a model over ranks.
+
+A module of packed experts holds all experts of a mixture-of-experts layer in stacked parameters.
+"""
 
 from collections.abc import Callable
 
@@ -11,7 +14,6 @@ from torch.distributed.tensor import Shard
 from lightning_fsdp2.modules.experts import find_experts, get_arguments, set_expert_mesh
 from lightning_fsdp2.modules.structure import ModelStructure
 from lightning_fsdp2.modules.wrapping import wrap_method
-from lightning_fsdp2.parallel.expert.checks import check_experts
 from lightning_fsdp2.parallel.expert.dispatch import AllToAll, Dispatcher, EvenAllToAll
 from lightning_fsdp2.parallel.tensor.parameters import (
     Layout,
@@ -24,31 +26,36 @@ from lightning_fsdp2.ranks.collectives import get_shard_range
 _FORWARD_ATTRIBUTE = "_lightning_fsdp2_expert_forward"
 
 
-def apply_expert_parallel(structure: ModelStructure, mesh: DeviceMesh, tp_mesh: DeviceMesh | None = None) -> None:
+def apply_expert_parallel(
+    structure: ModelStructure,
+    mesh: DeviceMesh,
+    tp_mesh: DeviceMesh | None = None,
+    *,
+    build_dispatcher: Callable[[int, dist.ProcessGroup], Dispatcher] = AllToAll,
+) -> None:
     """Distribute the packed experts of a module over the expert parallel ranks.
 
     Each rank keeps an equal share of every layer's experts, and computes them with the module's own forward, so that
-    every ``experts_implementation`` of transformers keeps working. The forward then takes the tokens of all ranks that
-    are routed to these experts. Routers and shared experts are not changed.
+    every ``experts_implementation`` of transformers keeps working. This forward then gets the tokens that any rank
+    routes to these experts. Routers and shared experts are not changed.
 
-    The parameters of experts become DTensors on ``mesh``, sharded along dim 0. Their gradients are sums over the tokens
-    of all ranks that send to them.
+    The parameters of experts become DTensors on ``mesh``, sharded along dim 0. The gradient of an expert is the sum
+    over all tokens that the ranks send to it.
+
+    :func:`~lightning_fsdp2.parallel.expert.checks.check_experts` must have accepted the module.
 
     Args:
         structure: Structure of a module that contains mixtures of experts. The module is changed in place.
         mesh: 1-D mesh of the expert parallel ranks.
-        tp_mesh: 1-D mesh of the tensor parallel ranks. They have the same tokens, and each rank sends its part of these
-            tokens. Tensor parallelism must be applied after this pass, and sum the results of experts over its ranks.
-
-    Raises:
-        ValueError: If there are no packed experts, if the ranks do not divide their number, or if something else shards
-            or quantises them already.
+        tp_mesh: 1-D mesh of the tensor parallel ranks. They all have the same tokens, so each rank sends only its part
+            of them. Tensor parallelism must be applied after this function is called, and must sum the results of the
+            experts over the tensor parallel ranks.
+        build_dispatcher: Function that builds the exchange of tokens, given the number of experts of a layer and the
+            group of the expert parallel ranks.
     """
-    experts = find_experts(structure.modules)
-    check_experts(structure, experts, mesh.size())
     tp_group = None if tp_mesh is None else tp_mesh.get_group()
-    for module in experts:
-        dispatcher = AllToAll(module.num_experts, mesh.get_group())
+    for module in find_experts(structure.modules):
+        dispatcher = build_dispatcher(module.num_experts, mesh.get_group())
         layouts = dict.fromkeys(get_slots([module]), Layout(placement=Shard(0)))
         shard_parameters(layouts, mesh)
         module.num_experts //= mesh.size()
@@ -59,20 +66,27 @@ def apply_expert_parallel(structure: ModelStructure, mesh: DeviceMesh, tp_mesh: 
         set_expert_mesh(module, mesh)
 
 
-def assume_even_routing(model: nn.Module) -> None:
-    """Let the experts of a simulated ``model`` exchange tokens without reading how many tokens each expert gets."""
+def assume_even_routing(model: nn.Module, *, load: int = 1) -> None:
+    """Make the experts of a simulated ``model`` assume that each rank sends equally many tokens to every rank.
+
+    The tensors of a simulation have no values, so the real numbers of tokens cannot be read. With ``load``, this rank
+    receives ``load`` times as many tokens as it sends.
+    """
     for module in model.modules():
         forward: ExpertParallelForward | None = module.__dict__.get(_FORWARD_ATTRIBUTE)
         if forward is not None:
-            forward.dispatcher = EvenAllToAll(forward.dispatcher.num_experts, forward.dispatcher.group)
+            forward.dispatcher = EvenAllToAll(forward.dispatcher.num_experts, forward.dispatcher.group, load)
 
 
 class ExpertParallelForward:
-    """Wrapper of the forward of packed experts, which takes this rank's tokens and computes this rank's experts.
+    """Wrapper around the forward of packed experts.
+
+    It sends this rank's tokens to the ranks that hold their experts, runs the forward on the tokens that it receives
+    for this rank's experts, and sends the results back.
 
     Args:
         arguments: Names of the forward's arguments: hidden states, indices and weights.
-        dispatcher: Exchange of tokens between the ranks that hold the experts.
+        dispatcher: Object that exchanges tokens between the ranks that hold the experts.
         tp_group: Tensor parallel ranks, which all have the same tokens.
     """
 
@@ -82,7 +96,10 @@ class ExpertParallelForward:
         self.tp_group = tp_group
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return the result for this rank's tokens. With tensor parallelism, it is a summand.
+        """Return the result for this rank's tokens.
+
+        Tensor parallel ranks all have the same tokens, and each rank sends only its part of them to the experts. The
+        result is zero for all other tokens, so it must still be summed over the tensor parallel ranks.
 
         Shapes are [tokens, features] for hidden states and the result, and [tokens, k] for indices and weights.
         """
@@ -97,16 +114,18 @@ class ExpertParallelForward:
     def _run(self, forward: Callable[..., Tensor], hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         rows, experts, handle = self.dispatcher.dispatch(hidden, indices)
         results = compute_rows(forward, rows, experts)
-        # the sender applies the routing weights, so the gradient of its router needs no communication
+        # the rank that sent a token also applies the token's routing weights, so the gradient of the router needs no
+        # communication
         return self.dispatcher.combine(results, weights, handle).to(hidden.dtype)
 
 
 def compute_rows(forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
-    """Compute each row [features] of ``rows`` with its expert, an index in ``experts``."""
+    """Run each row of ``rows`` [rows, features] through its expert. ``experts`` [rows] are the experts' indices."""
     indices = experts.unsqueeze(-1)
     if rows.size(0) > 0:
         return forward(rows, indices, indices.new_ones(indices.shape, dtype=rows.dtype))
-    # Without a row, models that loop over experts would compute nothing. The experts would then have no gradient, and
-    # the other ranks would wait for it forever. So compute one row, and drop its result.
+    # If this rank has received no rows, a model that loops over its experts would compute nothing. The experts would
+    # then have no gradients, and the other ranks would wait for these gradients forever. So compute a dummy row, and
+    # drop its result.
     dummy = rows.sum(0, keepdim=True)
     return forward(dummy, indices.new_zeros(1, 1), dummy.new_ones(1, 1))[:0]

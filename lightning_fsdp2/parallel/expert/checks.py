@@ -1,11 +1,13 @@
-"""Checks that the experts of a model can be distributed over ranks, which run before the model is changed."""
+"""Checks that the experts of a model can be distributed over ranks. They run before the model is changed."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2.modules.experts import find_experts, get_optional_shard_dim
 from lightning_fsdp2.modules.structure import ModelStructure, get_class_name
 
 REFUSED = {
@@ -19,17 +21,48 @@ REFUSED = {
 """Families whose experts cannot be distributed, by ``model_type``, each with the reason."""
 
 
-def check_experts(structure: ModelStructure, experts: Sequence[Any], ranks: int) -> None:
-    """Check that ``ranks`` expert parallel ranks can hold equal shares of all packed experts of a module.
+def check_experts(structure: ModelStructure, *, ranks: int, shards: int, reduce_dtype: torch.dtype | None) -> None:
+    """Check that the packed experts of a module can be distributed over expert parallel ranks.
+
+    Args:
+        structure: Structure of a module that is not changed yet.
+        ranks: Number of expert parallel ranks.
+        shards: Number of ranks that each expert is sharded over.
+        reduce_dtype: Dtype in which gradients are reduced.
 
     Raises:
-        ValueError: If there are no packed experts, if ``ranks`` does not divide their number, or if their parameters
-            have adapters, or are sharded or quantised already.
+        ValueError: If there are no packed experts, ``ranks`` does not divide their number, or ``shards`` divides no dim
+            of a parameter. Also if the parameters have adapters, or are already sharded or quantised, or if torch would
+            divide gradients twice when it reduces them in ``reduce_dtype``.
     """
+    experts = find_experts(structure.modules)
     names = {module: name for name, module in structure.root.named_modules()}
+    _check_families(structure, experts, ranks)
+    adapted = [name for module, name in names.items() if getattr(module, "base_layer", None) in experts]
+    if adapted:
+        raise ValueError(
+            f"ep_size={ranks} does not support adapters on the weights of experts (at {adapted[0]}); leave these"
+            " weights out of target_parameters, or use ep_size=1."
+        )
+    if shards == 1 and reduce_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"ep_size={ranks} with mp_policy.reduce_dtype={reduce_dtype}: each expert is whole on its rank. In this"
+            " case, torch would divide gradients of this dtype twice. Use float32 or bfloat16, or a smaller ep_size."
+        )
+    for module in experts:
+        if module.num_experts % ranks:
+            possible = math.gcd(module.num_experts, ranks * shards)
+            raise ValueError(
+                f"ep_size={ranks} does not divide the {module.num_experts} experts of {names[module]}; use one of"
+                f" {[size for size in range(1, possible + 1) if possible % size == 0]}."
+            )
+        _check_parameters(module, names[module], ranks, shards)
+
+
+def _check_families(structure: ModelStructure, experts: Sequence[nn.Module], ranks: int) -> None:
     for model in structure.hf_models:
         family = getattr(model.config, "model_type", "")
-        if family in REFUSED:
+        if family in REFUSED and any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 f"ep_size={ranks} is not possible for {get_class_name(model)} (model_type {family!r}):"
                 f" {REFUSED[family]}; use ep_size=1."
@@ -42,22 +75,9 @@ def check_experts(structure: ModelStructure, experts: Sequence[Any], ranks: int)
             " stacked parameters hold one matrix per expert, and whose forward takes hidden states, expert indices and"
             " routing weights. Use ep_size=1."
         )
-    adapted = [name for module, name in names.items() if getattr(module, "base_layer", None) in experts]
-    if adapted:
-        raise ValueError(
-            f"ep_size={ranks} does not support adapters on the weights of experts (at {adapted[0]}); leave these"
-            " weights out of target_parameters, or use ep_size=1."
-        )
-    for module in experts:
-        if module.num_experts % ranks:
-            raise ValueError(
-                f"ep_size={ranks} does not divide the {module.num_experts} experts of {names[module]}; use one of"
-                f" {[size for size in range(1, module.num_experts + 1) if module.num_experts % size == 0]}."
-            )
-        _check_parameters(module, names[module], ranks)
 
 
-def _check_parameters(module: nn.Module, name: str, ranks: int) -> None:
+def _check_parameters(module: nn.Module, name: str, ranks: int, shards: int) -> None:
     for parameter_name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):
             raise ValueError(
@@ -68,4 +88,11 @@ def _check_parameters(module: nn.Module, name: str, ranks: int) -> None:
             raise ValueError(
                 f"ep_size={ranks}: {name}.{parameter_name} is quantised ({parameter.dtype}), which is not supported"
                 " with expert parallelism; load the model without quantisation, or use ep_size=1."
+            )
+        sizes = (parameter.size(0) // ranks, *parameter.shape[1:])
+        if get_optional_shard_dim(sizes, shards) is None:
+            raise ValueError(
+                f"ep_size={ranks}: {name}.{parameter_name} cannot be sharded. Each expert parallel rank holds a part of"
+                f" shape {sizes}, and none of these sizes is divisible by {shards}, the number of ranks with the same"
+                " experts. Use another ep_size, or more replicas (dp_replicate_size)."
             )

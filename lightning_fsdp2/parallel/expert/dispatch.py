@@ -15,7 +15,7 @@ from lightning_fsdp2.ranks.collectives import exchange
 
 
 class Dispatcher(Protocol):
-    """Way to exchange tokens. A faster one, such as DeepEP, only has to implement these two methods."""
+    """Interface for exchanging tokens. A faster exchange, such as DeepEP, only has to implement these two methods."""
 
     num_experts: int
     """Number of experts on all ranks."""
@@ -28,7 +28,7 @@ class Dispatcher(Protocol):
 
         Args:
             hidden: Hidden states of this rank's tokens [tokens, features].
-            indices: Experts of each token [tokens, k]. The number of all experts stands for no expert.
+            indices: Experts of each token [tokens, k]. An index equal to ``num_experts`` stands for no expert.
 
         Returns:
             The received rows [rows, features], the expert of each row [rows], counted from this rank's first expert,
@@ -50,7 +50,7 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Way of a rank's rows to their experts, which the results take back."""
+    """Record of where a rank's rows were sent, which is needed to send their results back."""
 
     order: Tensor
     """Position of each sent row among the ``tokens * k`` rows of this rank's tokens [rows], sorted by expert."""
@@ -63,10 +63,13 @@ class Route:
 
 
 class AllToAll:
-    """Dispatcher that uses one all-to-all to exchange the numbers of rows, and one each way to exchange rows.
+    """Dispatcher that uses three all-to-alls: for the numbers of rows, for the rows, and for their results.
 
-    The numbers of rows are read on the host, since collectives need them there. This is the only time that the host
-    waits for the device.
+    The numbers of rows are copied to the host, because the all-to-alls of rows need them there. This is the only time
+    that the host waits for the device.
+
+    If a layer is compiled, the exchange stays outside its graphs, because a graph cannot contain code that reads
+    values on the host.
 
     Args:
         num_experts: Number of experts on all ranks, which ``group`` divides evenly.
@@ -77,6 +80,7 @@ class AllToAll:
         self.num_experts = num_experts
         self.group = group
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, hidden: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Send each token to the ranks that hold its experts; see :meth:`Dispatcher.dispatch`."""
         k = indices.size(-1)
@@ -84,21 +88,24 @@ class AllToAll:
         counts = torch.zeros(self.num_experts + 1, dtype=torch.long, device=wanted.device)
         counts = counts.scatter_add_(0, wanted, torch.ones_like(wanted, dtype=torch.long))
         experts, sent, received = self.exchange_counts(counts[: self.num_experts], wanted.numel())
-        # a stable sort by expert is also a sort by rank; rows without an expert come last and are not sent
+        # Sorting by expert also sorts by rank, because each rank holds consecutive experts. Tokens that are assigned
+        # to no expert come last, and are not sent.
         order = torch.argsort(wanted, stable=True)[: sum(sent)]
         rows = exchange(hidden[order // k], sent, received, self.group)
         return rows, experts, Route(order=order, sent=sent, received=received)
 
     def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Tensor, list[int], list[int]]:
-        """Tell each rank how many rows it will receive from this rank for each of its experts.
+        """Exchange the numbers of rows between all ranks, so that each rank knows how many rows it will receive.
+
+        A row is the hidden state of a token on the way to one of its experts.
 
         Args:
-            counts: Number of this rank's rows for each expert [experts].
-            rows: Number of this rank's rows, including rows without an expert.
+            counts: Number of this rank's rows for each expert of all ranks [experts].
+            rows: Number of this rank's rows, including rows that are assigned to no expert.
 
         Returns:
-            The expert of each row that this rank will receive [rows], and the numbers of rows to send to and to receive
-            from each rank.
+            The expert of each row that this rank will receive [rows], counted from this rank's first expert, and the
+            numbers of rows to send to and to receive from each rank.
         """
         ranks = self.group.size()
         received = all_to_all_tensor(counts, self.group).view(ranks, -1)
@@ -108,20 +115,37 @@ class AllToAll:
         experts = local.repeat_interleave(received.flatten(), output_size=sum(rows_received))
         return experts, rows_sent, rows_received
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, results: Tensor, weights: Tensor, handle: Route) -> Tensor:
-        """Send the results of rows back, and add up those of each token; see :meth:`Dispatcher.combine`."""
+        """Send the experts' results back to the tokens' ranks, and add them up; see :meth:`Dispatcher.combine`."""
         returned = exchange(results, handle.received, handle.sent, self.group)
         rows = returned.new_zeros(weights.numel(), returned.size(-1)).index_copy(0, handle.order, returned)
         return (rows.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 class EvenAllToAll(AllToAll):
-    """Dispatcher for simulations, in which tensors have no values: every rank sends equally many rows to every rank."""
+    """Dispatcher for simulations, which assumes that every rank sends equally many rows to every rank.
+
+    The tensors of a simulation have no values, so the real numbers of rows are unknown.
+
+    Args:
+        num_experts: See :class:`AllToAll`.
+        group: See :class:`AllToAll`.
+        load: Number of rows that this rank receives, as a multiple of the number that it sends.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, load: int = 1) -> None:
+        super().__init__(num_experts, group)
+        self.load = load
 
     def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Tensor, list[int], list[int]]:
-        """Exchange the numbers of rows, as :meth:`AllToAll.exchange_counts` does, but return even numbers instead."""
+        """Run the exchange of :meth:`AllToAll.exchange_counts`, but return an even split of the rows over the ranks.
+
+        The exchanged numbers are ignored, because tensors have no values in a simulation.
+        """
         ranks = self.group.size()
         all_to_all_tensor(counts, self.group)
         sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        experts = torch.arange(rows, device=counts.device) % (self.num_experts // ranks)
-        return experts, sent, sent
+        received = [self.load * number for number in sent]
+        experts = torch.arange(sum(received), device=counts.device) % (self.num_experts // ranks)
+        return experts, sent, received

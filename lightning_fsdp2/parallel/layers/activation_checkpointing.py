@@ -1,19 +1,21 @@
 """Activation checkpointing: layers keep only their inputs, and recompute intermediate results in backward.
 
 A single method of each layer is wrapped, so parameter names and the module tree stay the same. This method is usually
-``forward`` and not ``__call__``, because the recomputation must not run FSDP2's hooks again, which gather the layer's
-weights.
+``forward`` and not ``__call__``, because ``__call__`` runs FSDP2's hooks, which gather the layer's weights. The
+recomputation must not run these hooks again.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from lightning_fsdp2.compat.fsdp import begin_backward
 from lightning_fsdp2.compat.torch import (
     can_compile_checkpointed_collectives,
     compile_layers_of_many_kinds,
@@ -54,8 +56,7 @@ def apply_activation_checkpointing(
             backward needs: results of fused attention (any implementation except ``"eager"``), of collectives except
             all-gathers, and of every second matrix product. The kept results serve only one backward, so torch raises
             an error in a second backward through the same graph (``retain_graph=True``).
-        scope: Parts of a multimodal model to checkpoint. The name of a layer determines to which part the layer
-            belongs.
+        scope: Parts of a multimodal model to checkpoint. Each layer is assigned to a part by its name.
         compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and their forwards contain
             collectives. If this version of torch cannot compile a checkpoint inside such a layer, the checkpoint wraps
             the layer's whole call instead of its forward.
@@ -119,21 +120,32 @@ class _Checkpoint:
             )
         args, kwargs = self.caches.drop(args, kwargs)  # drop caches, because the recomputation would fill them again
         if self.is_selective:
-            # compute pending sums now, not inside the checkpoint: the recomputation finds kept results by their order,
-            # which an all-reduce that runs only in the forward would change
+            # Run the deferred all-reduce of a PendingSum now, not inside the checkpoint. The recomputation finds saved
+            # results by their order, which would be wrong if an all-reduce ran only in the original forward.
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
 
     def _get_options(self) -> dict[str, Any]:
-        # compiled code needs none of the additional contexts, because its recomputation does not change buffers
+        # compiled code needs none of the contexts added below, because its recomputation does not change buffers
         if torch.compiler.is_compiling():
             return self.options
-        makers = [self.buffers.make_contexts] if self.buffers.has_any() else []
+        # gather first, so that the contexts added below do not observe the operations of gathering
+        makers = [self._make_gathering_contexts] if self.inner_units else []
+        makers += [self.buffers.make_contexts] if self.buffers.has_any() else []
         makers += [make_unpacked_contexts] if assumes_unpacked_sequences() else []
         if not makers:
             return self.options
         makers.append(self.options.get("context_fn", _make_no_contexts))
         return {**self.options, "context_fn": lambda: map(_Nested, *(make() for make in makers))}
+
+    @cached_property
+    def inner_units(self) -> list[FSDPModule]:
+        """FSDP2 units inside the layer, such as experts under expert parallelism. Read this only after sharding."""
+        inner = (module for module in self.layer.modules() if module is not self.layer)
+        return [module for module in inner if isinstance(module, FSDPModule)]
+
+    def _make_gathering_contexts(self) -> Contexts:
+        return nullcontext(), _gather_for_backward(self.inner_units)
 
     def _has_backward(self, *inputs: Any) -> bool:
         """Return whether backward will reach this layer, because one of its inputs or parameters needs a gradient."""
@@ -143,6 +155,18 @@ class _Checkpoint:
 
 def _make_no_contexts() -> Contexts:
     return nullcontext(), nullcontext()
+
+
+@contextmanager
+def _gather_for_backward(units: list[FSDPModule]) -> Iterator[None]:
+    """Gather the weights of inner units before a layer is recomputed, and keep them until their backward.
+
+    FSDP2 itself gathers a unit only when the gradient reaches the unit, which may be after the layer is recomputed. In
+    that case, the recomputation itself would gather and free the weights, at another place than the original forward.
+    """
+    for unit in units:
+        begin_backward(unit)
+    yield
 
 
 class _Nested(AbstractContextManager[None]):
@@ -192,9 +216,10 @@ def _get_layers(structure: ModelStructure, mode: Any, scope: ActivationCheckpoin
 
 
 def _get_part(name: str) -> ScopeWord:
-    """Return the part of a model to which a module belongs, by the words in its name.
+    """Return the part of a multimodal model, such as language or vision, to which a module belongs.
 
-    The last component of the name that contains a word in ``_PARTS`` decides.
+    The words in the module's name determine the part. If several components of the name contain words from ``_PARTS``,
+    the last of these components decides.
 
     Args:
         name: Name of the module, relative to the model.

@@ -30,8 +30,8 @@ def apply_autocast(
         dtype: Dtype of matrix products and of other operations that autocast runs in low precision. Operations that
             autocast runs in float32 are not affected.
         device_type: Type of the device on which the model computes.
-        residual_dtype: Dtype to which the outputs of input embeddings are cast, and which the residual stream therefore
-            has. None leaves the outputs as they are.
+        residual_dtype: Dtype to which the outputs of input embeddings are cast. It becomes the dtype of the residual
+            stream. None leaves the outputs as they are.
     """
     model = structure.root
     # also wrap inner models and children of the root, because a user's hook may call only a part of the model
@@ -90,5 +90,5 @@ class _CastResult:
 
     def __call__(self, forward: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
         result = forward(*args, **kwargs)
-        # do not cast needlessly, because even a cast to the same dtype would force a PendingSum to be computed
+        # do not cast needlessly: even a cast to the same dtype would trigger the deferred all-reduce of a PendingSum
         return result if result.dtype == self.dtype else result.to(self.dtype)

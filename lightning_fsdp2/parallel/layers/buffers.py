@@ -58,14 +58,14 @@ class LayerBuffers:
 
     @contextmanager
     def refuse_changes(self) -> Iterator[None]:
-        """Raise an error if a compiled forward inside the block changes a buffer.
+        """Raise an error if a compiled forward inside the ``with`` block changes a buffer.
 
         Compiled code also recomputes the layer for backward, and the recomputation could read the new value of the
         buffer. Running statistics of torch's own norms are allowed to change, because a forward that changes them does
         not read them.
 
         Raises:
-            ValueError: At the end of the block, if the forward has changed any other buffer.
+            ValueError: At the end of the ``with`` block, if the forward has changed any other buffer.
         """
         buffers = {slot: _Buffer(tensor, tensor._version, None) for slot, tensor in self._list()}
         yield
@@ -111,9 +111,10 @@ class LayerBuffers:
 
 
 class _Repetition(AbstractContextManager[None]):
-    """Context for the recomputations of a forward, in which copies with the old values replace the buffers.
+    """Context for recomputing a layer with the values that its buffers had before the original forward.
 
-    The buffers themselves keep their current values. The context can be entered several times.
+    Inside the context, copies with these old values replace the buffers. The buffers themselves keep their current
+    values. The context can be entered several times.
     """
 
     def __init__(self, copies: dict[_Slot, Tensor]) -> None:

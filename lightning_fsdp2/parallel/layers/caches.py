@@ -11,9 +11,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CacheArguments:
-    """Finder of the caches among the arguments of a layer's forward.
+    """Helper that finds the caches among the arguments of a layer's forward.
 
-    Only caches that the layer itself fills are found. Some layers only read the keys and values of another layer.
+    It finds only caches that the layer itself fills. Some layers only read the keys and values of another layer.
     transformers marks these layers, and this class finds no caches for them.
     """
 
@@ -41,5 +41,5 @@ def is_filled(cache: Any) -> bool:
         return False
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:  # raised by caches that hold only states, which have no length
+    except ValueError:  # raised by caches that have no length, because they hold states instead of keys and values
         return bool(cache.has_previous_state())

@@ -65,9 +65,9 @@ def apply_compile(
     if tensor_parallel and not can_compile_checkpointed_collectives() and any(map(recomputes_collectives, layers)):
         raise ValueError(
             "enable_compile=True after activation_checkpointing='full' with tp_size > 1: this version of torch cannot"
-            " compile a checkpoint with collectives, and activation checkpointing was applied to these layers before"
-            " it was known that they would be compiled. Set both flags when you shard the model, or use"
-            " activation_checkpointing='selective'."
+            " compile a layer in which activation checkpointing recomputes collectives. Activation checkpointing was"
+            " applied in this form, because enable_compile was not set yet. Set both flags when you shard the model, or"
+            " use activation_checkpointing='selective'."
         )
     random = next(filter(draws_random_numbers, layers), None)
     if tensor_parallel and random is not None:
@@ -144,7 +144,7 @@ class _CompiledLayer:
         if self.fusion is not None:
             self.fusion.report()
         if caches := self.caches.find(args, kwargs):
-            # skip compiled code, because layers fill different places in the caches and could not share a graph
+            # run without torch.compile: each layer fills its own entry of the cache, so layers could not share a graph
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 if torch.is_grad_enabled():
                     self.report.warn(self.layer, "a filled cache, `past_key_values`")

@@ -22,17 +22,17 @@ _MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention
 
 @contextmanager
 def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[None]:
-    """Raise an error if, in a forward of ``model`` inside the block, tokens may see documents other than their own.
+    """Raise an error if a forward of ``model`` inside the ``with`` block may mix tokens of different documents.
 
-    This happens, for example, with models in transformers that do not pass position ids to the library's own mask
-    functions.
+    This happens, for example, with models in transformers that do not pass position ids to the mask functions of
+    transformers.
 
     Args:
         model: A Hugging Face model that is not context parallel. Context parallel attention separates documents itself.
         batch_size: Number of sequences in the batch.
 
     Raises:
-        ValueError: If tokens may see documents other than their own. The message names the model and the reason.
+        ValueError: If tokens of different documents may be mixed. The message names the model and the reason.
     """
     from transformers import masking_utils
 
@@ -55,7 +55,7 @@ def require_separate_documents(model: nn.Module, batch_size: int) -> Iterator[No
 
 
 def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
-    """Return the reason why tokens may see other documents even with a correct mask, or None if there is no reason."""
+    """Return why the model mixes tokens of different documents even with a correct mask, or None if it does not."""
     config = model.config.get_text_config()
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYER_TYPES)
     if other:
@@ -94,8 +94,8 @@ class _UnpackedSequences:
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-        # do not check position ids with three dims: they count in several directions, as they do for images
-        # also skip the base model of a context parallel model: it gets this rank's positions, which are not consecutive
+        # Do not check position ids with three dims: they count along several directions, for example in images. Also
+        # skip the base model under context parallelism: it gets only this rank's positions, which are not consecutive.
         if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and not is_running_sharded():
             counts_on = position_ids.diff(dim=-1) == 1
             if isinstance(mask, Tensor) and mask.shape == position_ids.shape:

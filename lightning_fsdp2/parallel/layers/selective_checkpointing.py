@@ -53,10 +53,11 @@ in place and a kept result must not change."""
 
 
 class Selection:
-    """Choice of the results that layers of the same kind keep; see :func:`get_kind`.
+    """Selection of the results that layers keep for backward. Layers of the same kind (:func:`get_kind`) share one.
 
-    The first forward of such a layer keeps all chosen results, and counts how many expensive operations come before the
-    last tensor that autograd saves. Later forwards keep only results of these operations.
+    The first forward of any of these layers keeps all results listed at the top of this file. It also counts the
+    expensive operations that run before autograd saves the last tensor. Later forwards keep no results of operations
+    that run after this tensor is saved.
 
     Args:
         layer: Any layer of this kind.
@@ -91,7 +92,7 @@ class Selection:
             return CheckpointPolicy.MUST_SAVE
 
         forward, repetition = create_selective_checkpoint_contexts(choose)
-        # do not count in compiled code, which in any case keeps only the results that its backward needs
+        # do not count operations in compiled code, which keeps only the results that its backward needs anyway
         if limit is None and not torch.compiler.is_compiling():
             forward = self._watch(forward, counts)
         return forward, repetition
@@ -99,7 +100,7 @@ class Selection:
     @contextmanager
     def _watch(self, forward: AbstractContextManager[Any], counts: Counter[bool]) -> Iterator[None]:
         """Count the expensive operations that a forward runs before autograd saves the last tensor."""
-        pack, unpack = get_saved_tensors_hooks()  # the checkpoint's own hooks, which must still run
+        pack, unpack = get_saved_tensors_hooks()  # set by torch's checkpoint; the new hooks below call them
         read = 0
 
         def note(tensor: Tensor) -> Any:

@@ -74,7 +74,7 @@ def trace_logits_tail(model: nn.Module) -> LogitsTail:
                 stack.enter_context(_replace_forward(base, return_hidden_states))
             stack.enter_context(_replace_forward(head, return_traced))
             logits = hf_model(input_ids=input_ids, use_cache=False).logits
-    except Exception as error:  # catch any error, because the model's code may need real inputs
+    except Exception as error:  # any error is possible, because the model's code may need real inputs
         raise _make_error(hf_model, f"its forward could not be traced ({error})") from error
     if len(inputs) != 1 or inputs[0].shape[:-1] != input_ids.shape or not isinstance(logits, _TracedLogits):
         raise _make_error(hf_model, "it does not compute its logits with one call of its head for all positions")
@@ -101,7 +101,7 @@ def compute_chunked_token_losses(
             because the head computes token losses instead during this call.
         labels: [batch, sequence], int64. Position t holds the label for the logits at position t.
         tail: Result of :func:`trace_logits_tail`, which was called before the model was sharded.
-        chunk_size: Number of positions in a chunk, in all sequences together.
+        chunk_size: Number of positions in a chunk, counted over all sequences of the batch.
 
     Returns:
         The loss of each position, or 0 where there is no label. [batch, sequence], float32.
@@ -141,7 +141,8 @@ def compute_chunked_token_losses(
         output = compute_logits()
     if len(results) != 1:
         raise _make_error(hf_model, f"it called its head {len(results)} times")
-    # keep the model's output in the autograd graph: its gradient is zero, but makes FSDP2 gather weights for backward
+    # keep the model's output in the autograd graph: its gradient is zero, but backward through it makes FSDP2 gather
+    # the weights
     return torch.where(torch.ones((), dtype=torch.bool, device=labels.device), results[0], output)
 
 
@@ -149,8 +150,8 @@ class _ChunkedLosses(torch.autograd.Function):
     """Computation of token losses chunk by chunk, in which backward recomputes each chunk.
 
     Backward sums the gradients of each weight over the chunks in float32. Autograd would sum the gradients of a
-    bfloat16 weight in bfloat16, and the error of the head's gradient would grow with the number of chunks: with 64
-    chunks, by two thirds.
+    bfloat16 weight in bfloat16, and the error of the head's gradient would grow with the number of chunks, for example
+    by two thirds with 64 chunks.
     """
 
     @staticmethod

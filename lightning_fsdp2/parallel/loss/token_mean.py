@@ -1,10 +1,10 @@
 """Mean of a loss over all label tokens of an optimizer step, on all ranks and in all micro-batches.
 
 Averaging the mean losses of ranks and micro-batches would be wrong, because tokens in micro-batches with few labels
-would count more than others. The right divisor is the number of label tokens in the whole step, which is known only
-after the last micro-batch. Backward therefore starts from the *sum* of the token losses, divided by a fixed constant.
-The gradients are divided by the number of label tokens once, after they are reduced and before clipping and the
-optimizer read them.
+would count more than others. The right divisor is the number of label tokens (tokens with a label) in the whole step,
+which is known only after the last micro-batch. Backward therefore starts from the *sum* of the token losses, divided by
+a fixed constant. The gradients are divided by the number of label tokens once per step: after they are reduced, and
+before they are clipped and used by the optimizer.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from lightning_fsdp2.compat.torch import assert_async
 from lightning_fsdp2.labels import IGNORE_INDEX, shift_left
 from lightning_fsdp2.parallel.data.gradients import scale_gradients
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
+from lightning_fsdp2.parallel.loss.load_balance import LoadBalance
 
 LOSS_UNIT = 1024
 """Constant by which sums of token losses are divided. It is a power of two, so the division has no rounding error."""
@@ -26,13 +27,20 @@ _WINDOW_ATTRIBUTE = "_lightning_fsdp2_token_window"
 
 @dataclass
 class TokenWindow:
-    """Loss sum and number of this rank's label tokens since the last optimizer step, as tensors on the device."""
+    """Sum of this rank's token losses, and number of its label tokens, since the last optimizer step.
+
+    Both are tensors on the device.
+    """
 
     loss_sum: Tensor
     """Sum of the token losses. [] float64."""
 
     tokens: Tensor
     """Number of label tokens. [] float64, because float32 counts exactly only up to 2^24."""
+
+    load_balance: Tensor | None = None
+    """Sum of the auxiliary losses of micro-batches, each times the number of its label tokens on all ranks. [] float64.
+    None without an auxiliary loss."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,10 @@ class TokenMean:
 
     own: TokenWindow
     """Sums of this rank only."""
+
+    load_balance: Tensor | None = None
+    """Mean of the auxiliary losses of the step's micro-batches, weighted by their label tokens. [] float64.
+    None without an auxiliary loss."""
 
 
 def token_mean_loss(
@@ -79,8 +91,8 @@ def token_mean_loss(
         ignore_index: Value of ``labels`` at positions without a label.
 
     Returns:
-        The sum of this rank's token losses, divided by ``LOSS_UNIT``. Call ``backward`` on this loss; the mean loss is
-        known only after the step. [] float32.
+        The sum of this rank's token losses, divided by ``LOSS_UNIT``, as a float32 scalar. Call ``backward`` on this
+        loss; the mean loss is known only after the step.
     """
     if shift:
         labels = shift_left(labels, ignore_index)
@@ -97,12 +109,33 @@ def reduce_token_losses(module: nn.Module, losses: Tensor, has_label: Tensor) ->
         has_label: [batch, sequence], bool: True where there is a label.
 
     Returns:
-        The sum of this rank's token losses, divided by ``LOSS_UNIT``. [], the dtype of ``losses``.
+        The sum of this rank's token losses, divided by ``LOSS_UNIT``: a scalar with the dtype of ``losses``.
     """
     loss_sum = losses.sum()
     if torch.is_grad_enabled():
         _add_to_window(module, loss_sum.detach(), has_label.sum())
     return loss_sum / LOSS_UNIT
+
+
+def add_load_balance(module: nn.Module, balance: LoadBalance, coefficient: float) -> Tensor:
+    """Return an auxiliary loss in a form that can be added to the result of :func:`reduce_token_losses`.
+
+    That result is a sum over label tokens, so the auxiliary loss of the micro-batch is multiplied by the number of its
+    label tokens. The auxiliary loss of a step is then the mean over its micro-batches, weighted by their label tokens.
+
+    Args:
+        module: See :func:`token_mean_loss`.
+        balance: Auxiliary loss of the micro-batch.
+        coefficient: Number to multiply the auxiliary loss with.
+
+    Returns:
+        This rank's part of the auxiliary loss, divided by ``LOSS_UNIT``, as a float32 scalar.
+    """
+    window: TokenWindow | None = module.__dict__.get(_WINDOW_ATTRIBUTE)
+    if window is not None:
+        weighted = balance.loss * balance.label_tokens
+        window.load_balance = weighted if window.load_balance is None else window.load_balance + weighted
+    return (coefficient / LOSS_UNIT * balance.label_tokens * balance.summand).float()
 
 
 @torch.no_grad()
@@ -142,7 +175,8 @@ def apply_token_mean_(
     loss_sum, tokens = totals.unbind()
     assert_async(tokens > 0, "No label token in a whole optimizer step: every label is ignore_index. Check the labels.")
     scale_gradients(module.parameters(), ranks * loss_divisor * LOSS_UNIT / tokens)
-    return TokenMean(loss=loss_sum / tokens, tokens=tokens, own=window)
+    load_balance = None if window.load_balance is None else window.load_balance / tokens
+    return TokenMean(loss=loss_sum / tokens, tokens=tokens, own=window, load_balance=load_balance)
 
 
 def drop_token_windows(module: nn.Module) -> None:

@@ -58,7 +58,7 @@ class Driver:
         self.wrapper = wrapper
         self._buffer = wrapper.param_and_grad_buffer
         self._lift = lift
-        # the parameters that the wrapper distributes, and those that optimizers and checkpoints see
+        # `_parts` are the parameters that the wrapper shards; optimizers and checkpoints see `_parameters`
         self._parts = {_strip(name): part for name, part in self._buffer.optimizer_named_parameters}
         self._parameters = self._parts if lift is None else lift.lift_parameters(self._parts)
         self._slots = self._take_over_exchange()
@@ -98,7 +98,7 @@ class Driver:
             return
         if self._is_stale or self._get_versions() != self._versions:
             self.wrapper.install_optimized_model_weights()
-            # without this call, the forward would use weights that were gathered between backward and step
+            # without this call, the forward would use weights that were gathered before the optimizer step
             self.wrapper.synchronize_param_gather()
             self._is_stale, self._versions = False, self._get_versions()
         self.wrapper.is_param_fsdp_distributed = False
@@ -106,7 +106,7 @@ class Driver:
             slot.holder[slot.name] = slot.raw
 
     def holds_parameters(self, module: nn.Module) -> bool:
-        """Return whether ``module`` contains parameters of the wrapper. Networks inside metrics contain none."""
+        """Return whether the wrapper manages parameters in ``module``. It manages none in networks inside metrics."""
         return module in self._holders
 
     def expect_writes(self) -> None:
@@ -136,9 +136,10 @@ class Driver:
         )
 
     def _take_over_exchange(self) -> list[_Slot]:
-        """Replace megatron-fsdp's methods that swap the model's parameters, and return the slots of all parameters.
+        """Replace megatron-fsdp's methods that swap raw and distributed parameters, and return a slot per parameter.
 
-        The original methods look up every parameter by name several times per step, and fail for unknown parameters.
+        A slot is the place in a module where the two forms of a parameter are swapped. The original methods look up
+        every parameter by name several times per step, and fail for unknown parameters.
         """
         wrapper = self.wrapper
         take_over_exchange(wrapper, self.install_raw_parameters, self.install_distributed_parameters)
@@ -175,7 +176,10 @@ class Driver:
         optimizer.register_step_post_hook(lambda *args: self.expect_writes())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients. The modules' own ``zero_grad``, which this replaces, would not clear the buffers."""
+        """Clear all gradients, including those in megatron-fsdp's gradient buffers.
+
+        This method replaces ``zero_grad`` of the modules, which would not clear the buffers.
+        """
         self.install_distributed_parameters()
         nn.Module.zero_grad(self.wrapper.module, set_to_none)
         self.clear_gradients()
@@ -189,7 +193,10 @@ class Driver:
 
     @contextmanager
     def surround_backward(self) -> Iterator[None]:
-        """Prepare and finish the backward that the block runs. If the backward fails, the next forward cleans up."""
+        """Prepare the wrapper for the backward that runs inside the block, and finish this backward afterwards.
+
+        If the backward raises an exception, the next forward resets the wrapper.
+        """
         self._begin_backward()
         yield
         self._end_backward()
@@ -205,17 +212,18 @@ class Driver:
             self.wrapper.model_auto_sync = before
 
     def _put_hooks_on(self) -> None:
-        """Register hooks that notice each forward, and each backward outside :meth:`surround_backward`.
+        """Register hooks that detect each forward, and each backward outside :meth:`surround_backward`.
 
-        A backward is noticed at the model's output. If no tensors are found in the output, it is noticed at the first
-        gradient of a parameter.
+        A backward is detected when it computes the gradient of the model's output. If no tensors are found in the
+        output, the backward is detected when it computes the first gradient of a parameter.
         """
         self.wrapper.register_forward_hook(self._watch_output)
         for parameter in self.wrapper.raw_param.values():
             if parameter.requires_grad:
                 parameter.register_hook(self._reach_leaf)
         for module in self._holders:
-            # each module gets the hook, because users may call any part of the model, even after a backward
+            # each module gets the hook, because users may call any part of the model while the distributed parameters
+            # are installed, for example after a backward
             module.register_forward_pre_hook(self._enter_forward, prepend=True)
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -227,7 +235,7 @@ class Driver:
 
     def _enter_forward(self, module: nn.Module, args: Any) -> None:
         if self._in_backward and not is_in_backward():
-            self._abandon_backward()  # the last backward ended with an exception
+            self._abandon_backward()  # the last backward raised an exception, so it was never finished
             self.clear_gradients()
         self.install_raw_parameters()
 
@@ -244,7 +252,8 @@ class Driver:
         if self._has_reached_a_leaf:
             self._end_backward()
         else:
-            self._abandon_backward()  # the user called `torch.autograd.grad`, which does not set `parameter.grad`
+            # no parameter got a gradient: the user called `torch.autograd.grad`, which does not set `parameter.grad`
+            self._abandon_backward()
 
     def _begin_backward(self) -> None:
         if self._has_gradients:
@@ -260,17 +269,18 @@ class Driver:
             ValueError: If megatron-fsdp would reduce the earlier gradients again.
         """
         if all(parameter.grad is None for parameter in self._parameters.values()):
-            self.clear_gradients()  # the user has cleared `parameter.grad`, but not the buffers
+            self.clear_gradients()  # the user has cleared `parameter.grad`, but not megatron-fsdp's gradient buffers
             return
         strategy = self.wrapper.data_parallel_sharding_strategy
-        # a second reduction changes gradients if it sums them, but not if it averages them
+        # reducing the same gradients twice gives wrong values if the reduction sums them, but not if it averages them
         sums_twice = strategy == "no_shard" and self.wrapper.calculate_per_token_loss
         if strategy == "optim" or sums_twice or self.wrapper.dist_index.use_hybrid_fsdp:
             raise ValueError(
                 "A second backward with gradient synchronisation ran before the gradients were cleared. With"
                 " zero_dp_strategy=1, with replicas, or with zero_dp_strategy=0 and calculate_per_token_loss=True,"
-                " megatron-fsdp would reduce the first gradients again. Run all backwards except the last in"
-                " `defer_grad_sync`, or under manual optimisation in `optimizer.toggle_model(sync_grad=False)`."
+                " megatron-fsdp would reduce the first gradients again. Synchronise only in the last backward:"
+                " run the others inside `defer_grad_sync` or, under manual optimisation, inside"
+                " `optimizer.toggle_model(sync_grad=False)`."
             )
         if self._are_gradients_current:
             self._write_gradients_back()
@@ -289,7 +299,7 @@ class Driver:
                 buffer.copy_(get_shard(cast(Any, gradient)).flatten())
 
     def _end_backward(self) -> None:
-        """Reduce the remaining gradients, and make them visible to the optimizer after the last backward of a step."""
+        """Finish a backward. After the last one of a step, all gradients are reduced and visible to the optimizer."""
         self._in_backward = False
         self._note_unused()
         self.wrapper.post_backward()
@@ -313,7 +323,7 @@ class Driver:
         self._unused = unused if self._unused is None else self._unused & unused
 
     def _warn_of_unused(self) -> None:
-        """Warn once about parameters that the loss does not use, after the backwards of the first step.
+        """Warn about parameters that the loss has not used in any backward of the first step.
 
         Megatron-FSDP gives such a parameter a gradient of zero, so weight decay or momentum may change it. Without
         Megatron-FSDP, it has no gradient, and optimizers do not change it.
@@ -376,8 +386,8 @@ def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper:
     """
     if optimizer.state:
         raise ValueError(
-            f"{type(optimizer).__name__} already made a step before its model was wrapped, so its states are not"
-            " sharded; make a new optimizer."
+            f"{type(optimizer).__name__} took a step before its model was wrapped, so the optimizer's states are not"
+            " sharded; create a new optimizer."
         )
     driver = get_driver(wrapper)
     driver.install_distributed_parameters()
@@ -385,8 +395,8 @@ def take_over_optimizer(optimizer: Optimizer, names: dict[Tensor, str], wrapper:
     for group in optimizer.param_groups:
         if not all(parameter in names for parameter in group["params"]):
             raise ValueError(
-                f"{type(optimizer).__name__} holds parameters that do not belong to the model to be wrapped; make it"
-                " from `model.parameters()`."
+                f"{type(optimizer).__name__} holds parameters that do not belong to the model to be wrapped; create the"
+                " optimizer from `model.parameters()`."
             )
         group["params"] = [parameters[names[parameter]] for parameter in group["params"]]
     driver.attach_optimizer(optimizer)

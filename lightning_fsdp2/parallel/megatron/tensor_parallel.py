@@ -1,14 +1,14 @@
 """Tensor parallelism in combination with Megatron-FSDP, which is not aware of it.
 
 megatron-fsdp fails on parameters that are DTensors (https://github.com/NVIDIA/Megatron-LM/issues/5786). It does not
-have to see any, because modules under tensor parallelism compute with plain tensors. Before wrapping, each parameter is
-therefore replaced with this rank's part, a plain parameter. The wrapper shards the part over the data parallel ranks.
-The wrapper's distributed parameters are then *lifted*: they are converted to DTensors that represent whole parameters,
-but still share the wrapper's memory. In the mesh of these DTensors, the tensor parallel axis comes before the wrapper's
-shard axis, because tensor parallelism cuts a parameter first.
+need DTensors, because modules under tensor parallelism compute with plain tensors. Before wrapping, each parameter is
+therefore replaced with a plain parameter that holds only this rank's part of it. The wrapper then shards this part over
+the data parallel ranks. Finally, the wrapper's distributed parameters are *lifted*: they are converted to DTensors that
+represent whole parameters, but still share the wrapper's memory. In the mesh of these DTensors, the tensor parallel
+axis comes before the wrapper's shard axis, because tensor parallelism splits a parameter first.
 
-For some parts, each rank computes only a summand of the gradient; see
-:class:`~lightning_fsdp2.parallel.tensor.parameters.Layout`. These summands are summed over the tensor parallel ranks
+For some parameters, each rank computes only a summand of the gradient; see
+:class:`~lightning_fsdp2.parallel.tensor.parameters.Layout`. These summands are added up over the tensor parallel ranks
 once per optimizer step.
 """
 
@@ -83,8 +83,8 @@ def check_foreign_styles(model: nn.Module, config: MegatronFSDPConfig) -> None:
     if flag and foreign:
         raise ValueError(
             f"{flag}=True moves parameters between buffers, but tp_plan shards {list_names(foreign)} with torch's own"
-            f" styles, whose backward would still read the old buffer. Use {flag}=False, or name this package's styles"
-            " in tp_plan, such as 'colwise' and 'rowwise'."
+            f" styles, whose backward would still read the old buffer. Use {flag}=False, or use this package's styles,"
+            " such as 'colwise' and 'rowwise', in tp_plan."
         )
 
 
@@ -101,7 +101,7 @@ def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:
                 continue
             if parameter not in replaced:
                 local = parameter.to_local().detach()
-                # megatron-fsdp would not free the memory of a view
+                # clone views, because megatron-fsdp would not free the memory of a view
                 plain = nn.Parameter(local.clone() if is_view(local) else local, parameter.requires_grad)
                 plain.__dict__.update(parameter.__dict__)
                 replaced[parameter] = plain
@@ -109,11 +109,11 @@ def install_parts(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def build_tp_first_mesh(device_mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
-    """Build a mesh for parameters that tensor parallelism cuts first, before the data parallel ranks shard the parts.
+    """Build a mesh for parameters that are sharded first by tensor parallelism, and then over the data parallel ranks.
 
     Args:
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`.
-        shard_axis: Name of the last axis, over which a rank's part is sharded.
+        shard_axis: Name of the last mesh axis, over which each tensor parallel rank's part is sharded.
     """
     view = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL))
     groups = [view.get_group(axis) for axis in (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)]
@@ -143,17 +143,20 @@ class Lift:
 
         Args:
             name: Name of the parameter.
-            tensor: Megatron-FSDP's DTensor of this rank's part. The result shares its memory, and its counter of
-                in-place changes.
+            tensor: Megatron-FSDP's DTensor of this rank's part. The result shares its memory and its version
+                counter.
         """
         part = self._parts[name]
         placements = [Replicate(), part.placement, tensor.placements[-1]]
         return make_dtensor(tensor.to_local().detach(), self._mesh, placements, part.shape)
 
     def lift_parameters(self, parts: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return lifted parameters, by name, for Megatron-FSDP's distributed parameters.
+        """Return the lifted parameters by name. A lifted parameter is a DTensor that represents a whole parameter.
 
-        Every rank must call this function once, before :meth:`lift_gradients`.
+        Every rank must call this method once, before :meth:`lift_gradients`.
+
+        Args:
+            parts: Megatron-FSDP's distributed parameters, by name.
         """
         parameters = {n: nn.Parameter(self.lift(n, cast(DTensor, p)), p.requires_grad) for n, p in parts.items()}
         partial: Any = {n: p for n, p in parameters.items() if self._parts[n].is_partial and p.requires_grad}
@@ -161,16 +164,17 @@ class Lift:
         others = gather_objects(rows, self._tp_group)
         self._first_rows = {name: first for name, (first, _) in rows.items()}
         is_aligned = {name: all(other[name] == own for other in others) for name, own in rows.items()}
-        # all ranks that hold rows of a gradient must sum it in the same way
+        # the ranks that hold rows of the same gradient must agree on how to sum it over the tensor parallel ranks
         verdicts = gather_objects(is_aligned, self._rows_group)
         self._is_aligned = {name: all(verdict[name] for verdict in verdicts) for name in is_aligned}
         return parameters
 
     @torch.no_grad()
     def lift_gradients(self, parts: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Move gradients from Megatron-FSDP's parameters to the lifted ones, and sum partial gradients over the ranks.
+        """Move gradients from Megatron-FSDP's parameters to the lifted parameters, and sum partial gradients.
 
-        The sums are not computed in place, because a second backward may add to Megatron-FSDP's own gradients.
+        A gradient is partial if each tensor parallel rank has computed only a summand of it. The sums are not computed
+        in place, because a second backward may add to Megatron-FSDP's own gradients.
 
         Args:
             parts: Megatron-FSDP's distributed parameters, by name.
@@ -184,15 +188,19 @@ class Lift:
         self._sum_others({name: p for name, p in partial.items() if not self._is_aligned[name]})
 
     def is_kept_elsewhere(self, name: str) -> bool:
-        """Return whether another tensor parallel rank writes this gradient back to the buffers, instead of this rank.
+        """Return whether another tensor parallel rank writes this parameter's gradient back to Megatron-FSDP's buffers.
 
-        All ranks hold the sum of a partial gradient. Only one of them may write the sum back, because after the next
-        backward, the gradient is summed over the ranks again.
+        Partial gradients are summed over the tensor parallel ranks, so all of these ranks hold the same sum. Only one
+        rank may write the sum back. Otherwise, the sum would be counted once per rank, because the gradients are summed
+        over the ranks again after the next backward.
         """
         return name in self._first_rows and self._tp_group.rank() > 0
 
     def _sum_aligned(self, parameters: list[DTensor]) -> None:
-        """Sum gradients whose rows are the same on all tensor parallel ranks, with one all-reduce in float32."""
+        """Sum the gradients of parameters that Megatron-FSDP cuts at the same rows on all tensor parallel ranks.
+
+        This takes a single all-reduce, in float32.
+        """
         if not parameters:
             return
         local = [cast(DTensor, parameter.grad).to_local() for parameter in parameters]
@@ -202,10 +210,11 @@ class Lift:
             _set_gradient(parameter, total.view(gradient.shape))
 
     def _sum_others(self, parameters: dict[str, DTensor]) -> None:
-        """Sum gradients as whole tensors, because the tensor parallel ranks hold different rows of them.
+        """Sum the gradients of parameters that Megatron-FSDP cuts at different rows on different tensor parallel ranks.
 
-        The rows differ if the unit also has a weight whose shards differ in size between tensor parallel ranks, such as
-        an embedding with an odd vocabulary size. Megatron-FSDP then cuts the unit's buffer at different rows.
+        Each rank's gradient is first padded with zeros to the size of the whole parameter. The cuts differ if the same
+        FSDP unit also has a weight whose shards differ in size between tensor parallel ranks, such as an embedding with
+        an odd vocabulary size.
         """
         if not parameters:
             return

@@ -101,9 +101,9 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
     replicas, shards = (get_mesh(device_mesh, axis).size() for axis in (DP_REPLICATE, DP_SHARD_CP))
     if replicas > 1 and (shards == 1 or zero_dp_strategy == 0):
         raise ValueError(
-            f"dp_replicate_size={replicas} with zero_dp_strategy={zero_dp_strategy} and {shards} rank(s) to shard over:"
-            " only sharded parameters can have replicas. Use dp_replicate_size=1, and zero_dp_strategy=0 to shard"
-            " nothing."
+            f"dp_replicate_size={replicas} needs sharded parameters, but with zero_dp_strategy={zero_dp_strategy} and"
+            f" {shards} rank(s) to shard over, nothing is sharded. Use dp_replicate_size=1. To keep all parameters"
+            " whole on each rank, also use zero_dp_strategy=0."
         )
     if config.init_fsdp_with_meta_device and zero_dp_strategy == 0:
         raise ValueError(
@@ -130,7 +130,7 @@ def check_supported(device_mesh: DeviceMesh, config: MegatronFSDPConfig) -> None
 
 
 def get_unit_classes(structure: ModelStructure) -> list[type[nn.Module]]:
-    """Return the classes of the modules that become units: the classes of all layers, and of torch's attention."""
+    """Return the classes of the modules that become FSDP units: all layers, and torch's attention modules."""
     # the projection inside torch's attention cannot be a unit, because the attention reads the projection's weights
     # without calling the projection
     attentions = [module for module in structure.modules if isinstance(module, nn.MultiheadAttention)]
@@ -246,8 +246,8 @@ def apply_megatron_fsdp(
     numels = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     groups = get_mesh(device_mesh, (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)).get_all_groups()
     with without_metrics(model):
-        # The package may fail on only some ranks. With `nccl_ub`, the other ranks then wait in the package's barriers,
-        # so the ranks cannot exchange their errors.
+        # megatron-fsdp may raise an error on only some ranks. With `nccl_ub`, the other ranks then wait in its
+        # barriers, so the ranks cannot exchange their errors.
         with fail_together([] if config.nccl_ub else groups), _explain_rows(device_mesh):
             wrapper = package.fully_shard_model(
                 model,
@@ -261,8 +261,9 @@ def apply_megatron_fsdp(
             )
         driver = Driver(wrapper, None if tp_mesh is None else Lift(device_mesh, parts))
     if config.zero_dp_strategy >= 2 and numels:
-        # By default, megatron-fsdp up to 0.6.1 gathers at least 5e8 elements ahead, so it gathers most models as a
-        # whole. Gather one unit ahead instead, and reduce gradients when the gradients of two units are waiting.
+        # By default, megatron-fsdp up to 0.6.1 prefetches at least 5e8 elements, so it gathers all weights of most
+        # models at once. Prefetch only one unit, and start to reduce gradients when the gradients of two units are
+        # waiting.
         wrapper.suggested_AG_prefetch_size = sum(numels) // len(numels)
         wrapper.suggested_RS_queue_capacity = 2 * wrapper.suggested_AG_prefetch_size
     _fill(driver, weights, attributes)
@@ -279,8 +280,9 @@ def _explain_rows(device_mesh: DeviceMesh) -> Iterator[None]:
             raise
         raise ValueError(
             f"megatron-fsdp cannot shard this model over {get_mesh(device_mesh, DP_SHARD_CP).size()} data parallel"
-            " ranks: some parameters that are gathered together have rows of different sizes, and it cuts one of them"
-            f" within a row ({error}). Use another number of data parallel ranks, zero_dp_strategy=0, or FSDP2Strategy."
+            " ranks: some parameters that are gathered together have rows of different sizes, and megatron-fsdp would"
+            f" split one of these parameters in the middle of a row ({error}). Use another number of data parallel"
+            " ranks, zero_dp_strategy=0, or FSDP2Strategy."
         ) from error
 
 
@@ -300,12 +302,12 @@ def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPCo
             )
     if "fsdp_group_ag" in known and config.zero_dp_strategy > 0:
         shards = dist.get_process_group_ranks(get_mesh(device_mesh, DP_SHARD_CP).get_group())
-        # NCCL runs the collectives of a group in order, so in a common group, all-gathers would wait for
-        # reduce-scatters
+        # use a separate group for all-gathers: NCCL runs the collectives of a group in order, so in a shared group,
+        # all-gathers would wait for reduce-scatters
         gathers = get_extra_group(device_mesh, "all-gathers of Megatron-FSDP", shards)
         options |= {"fsdp_group_ag": gathers, "expt_fsdp_group_ag": gathers}
     mesh = _build_wrapper_mesh(device_mesh)
-    # for parameters whose names contain ".experts.", megatron-fsdp uses the mesh of expert parallelism
+    # pass the mesh twice, because megatron-fsdp uses `expt_device_mesh` for parameters with ".experts." in their names
     options |= {"device_mesh": mesh, "expt_device_mesh": mesh}
     if get_mesh(device_mesh, DP_REPLICATE).size() > 1:
         replicas = get_mesh(device_mesh, DP_CP).get_group()
@@ -314,10 +316,11 @@ def _build_options(package: Any, device_mesh: DeviceMesh, config: MegatronFSDPCo
 
 
 def _build_wrapper_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Build the mesh for the wrapper. The name of its shard axis marks the wrapper's tensors as unevenly sharded.
+    """Build the mesh for the wrapper.
 
-    megatron-fsdp also requires a tensor parallel axis. This axis has a single rank, because tensor parallelism is
-    hidden from megatron-fsdp.
+    The wrapper's DTensors are sharded unevenly. The special name of the shard axis lets this package recognise such
+    DTensors. megatron-fsdp also requires a tensor parallel axis. This axis has a single rank, because tensor
+    parallelism is hidden from megatron-fsdp.
     """
     axes = (DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL)
     view = get_mesh(device_mesh, axes)
@@ -333,7 +336,7 @@ def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
     """Build megatron-fsdp's mixed-precision policy: dtypes of main weights, gradient sums and communication."""
     main = torch.float32 if config.preserve_fp32_weights else None
     reduced = torch.float32 if config.grad_reduce_in_fp32 else None
-    # bfloat16 weights that the optimizer updates directly need bfloat16 gradients
+    # without float32 main weights, the optimizer updates bfloat16 weights directly, which needs bfloat16 gradients
     added_up = None if main is None else reduced
     return package.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=added_up, grad_comm_dtype=reduced)
 
@@ -356,7 +359,7 @@ def _make_without_memory(like: DTensor, shape: torch.Size, device: torch.device)
     All elements share this memory. megatron-fsdp copies the parameter into its buffers and then frees it.
     """
     element = torch.zeros(1, dtype=like.dtype, device=device)
-    # megatron-fsdp would not free a view such as `element.expand(...)`
+    # do not use a view such as `element.expand(...)`, because megatron-fsdp would not free a view
     tensor = torch.empty(0, dtype=like.dtype, device=device)
     return nn.Parameter(tensor.set_(element.untyped_storage(), 0, shape, [0] * len(shape)), like.requires_grad)
 
@@ -366,8 +369,8 @@ def _fill(driver: Driver, weights: dict[str, DTensor], attributes: dict[str, dic
     """Give the distributed parameters their weights, and the attributes that users set, such as ``_no_weight_decay``.
 
     Args:
-        driver: The driver.
-        weights: Weights by name, for the parameters that megatron-fsdp got without values.
+        driver: Driver of the Megatron-FSDP wrapper that holds the distributed parameters.
+        weights: Weights by name, for the parameters that were passed to megatron-fsdp without values.
         attributes: Attributes of the parameters before wrapping, by name. megatron-fsdp drops them.
     """
     driver.install_distributed_parameters()
@@ -381,7 +384,7 @@ def _fill(driver: Driver, weights: dict[str, DTensor], attributes: dict[str, dic
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
+    except ModuleNotFoundError:  # raised if the parent package of `module` is missing
         return False
 
 

@@ -92,7 +92,7 @@ def apply_tensor_parallel(
         layouts |= model.get_layouts(mesh.size())
     agree_on_tied(models, layouts)
     check_layouts(root, models, layouts, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    # all checks are done, and the following code changes the model
+    # all checks have passed; the code below changes the model
     for model in models:
         if model.foreign:
             parallelize_module(model.module, mesh, model.foreign)
@@ -113,7 +113,8 @@ def apply_tensor_parallel(
     _compute_layers_with_local_parameters(structure, layers, layouts, mesh)
     read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}
     for module in others:
-        # torch's attention reads the weights of its output projection without calling the projection
+        # torch's attention also needs local parameters in its submodules: it reads the weights of its output projection
+        # without calling the projection
         held = module.modules() if isinstance(module, nn.MultiheadAttention) else [module, *read.get(module, [])]
         methods = get_entrances(module)
         compute_with_local_parameters(module, layouts, mesh, modules=held, methods=methods)
@@ -125,7 +126,8 @@ def _compute_layers_with_local_parameters(
 ) -> None:
     """Make layers compute with this rank's parts of their parameters.
 
-    What the experts of a layer share is wrapped separately, because FSDP2 gathers it only after the layer has begun.
+    Modules that all experts of a layer share, such as a norm, are wrapped separately, because FSDP2 gathers their
+    parameters only after the layer's forward has begun.
     """
     shared = get_shared_modules(structure.modules)
     for layer in layers:
@@ -188,7 +190,8 @@ def _install(
 ) -> None:
     """Install the styles that a model's plan assigns to its modules, and update ``layouts`` for sequence parallelism.
 
-    Modules in ``installed`` are skipped. They also belong to an earlier model, and already have their styles.
+    Modules in ``installed`` are skipped. A model that was processed earlier contains them too, so they already have
+    their styles.
     """
     styles = {module: style for module, style in model.styles.items() if module not in installed}
     stacks = [layers for layers in model.get_stacks() if not installed.intersection(layers)]
@@ -283,7 +286,10 @@ def _install_region(
 def _iterate_unnamed(
     region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]
 ) -> Iterator[nn.Module]:
-    """Yield the modules in ``region`` that hold replicated parameters and are not covered by an entry of the plan."""
+    """Yield the modules in ``region`` that hold replicated parameters and are not covered by an entry of the plan.
+
+    A region is a child of a layer that works on whole sequences, such as attention or MLP.
+    """
     covered = {region}
     for module in region.modules():
         if module in styles and styles[module].is_boundary:
@@ -296,16 +302,17 @@ def _iterate_unnamed(
 def _reduces_once(region: nn.Module, styles: dict[nn.Module, Style], layouts: dict[Slot, Layout]) -> bool:
     """Return whether a region's result comes from exactly one row-wise projection, which can then reduce-scatter it.
 
-    Also return False if a module that encloses the projection holds a replicated parameter of its own, because it is
-    not known whether the module uses this parameter before the projection, on whole sequences, or after it, on parts of
-    sequences. Whenever this function returns False, the result is sliced at the end of the region instead.
+    A region is a child of a layer that works on whole sequences, such as attention or MLP. Also return False if a
+    module that encloses the projection holds a replicated parameter of its own, because it is not known whether the
+    module uses this parameter before the projection, on whole sequences, or after it, on parts of sequences. Whenever
+    this function returns False, each rank slices its part from the region's whole result instead.
     """
     reducing = [module for module, style in styles.items() if style.reduces]
     if len(reducing) != 1 or isinstance(styles[reducing[0]], SummedResult):
         return False
     around = [module for module in region.modules() if module is not reducing[0] and reducing[0] in module.modules()]
-    # rule out enclosing modules that have other children with parameters, because the results of these children may be
-    # added to the projection's result, as the results of routed experts are added to the result of a shared expert
+    # Require that no module around the projection has other children with parameters. The module may add the results of
+    # such children to the projection's result, as an MoE layer adds a shared expert's result to the routed experts'.
     is_alone = all(sum(bool(get_slots(child.modules())) for child in outer.children()) == 1 for outer in around[:-1])
     return is_alone and all(layouts[slot] != Layout() for slot in get_slots(around))
 

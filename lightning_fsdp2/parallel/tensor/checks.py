@@ -93,9 +93,9 @@ def _check_all_matched(models: list[MatchedModel]) -> None:
     for model in models:
         if model.unmatched and not model.matched_layers and not model.is_given:
             raise ValueError(
-                f"tp_size: the tensor parallel plan of {type(model.module).__name__} shards nothing in its layers: it"
-                f" names {model.unmatched[0]!r}, which the model does not have. Pass a plan that matches the model in"
-                " the config, as tp_plan={...}, or use tp_size=1."
+                f"tp_size: the tensor parallel plan of {type(model.module).__name__} shards nothing in the model's"
+                f" layers. For example, the plan names {model.unmatched[0]!r}, which the model does not have. Pass a"
+                " plan that matches the model in the config, as tp_plan={...}, or use tp_size=1."
             )
     given = [model for model in models if model.is_given]
     found = {pattern for model in given for pattern in model.matched}
@@ -179,7 +179,8 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
     With replicated parameters, every rank would compute the whole result, and the sum would be too large.
     """
     for name, entry in model.entries.items():
-        has_own_tokens = get_optional_expert_mesh(entry.module) is not None  # each rank computes a part of the tokens
+        # under expert parallelism, each rank computes only its own part of the tokens
+        has_own_tokens = get_optional_expert_mesh(entry.module) is not None
         if isinstance(entry.style, SummedResult) and entry.parameter is None and not has_own_tokens:
             slots = get_slots(entry.module.modules())
             if all(isinstance(layouts[slot].placement, Replicate) for slot in slots):
@@ -191,7 +192,10 @@ def _check_summands(model: MatchedModel, layouts: dict[Slot, Layout]) -> None:
 
 
 def _check_experts(root: nn.Module, models: list[MatchedModel]) -> None:
-    """Check that results of experts under expert parallelism are summed, since each rank computes its own tokens."""
+    """Check that a plan sums the results of experts over the tensor parallel ranks if expert parallelism is used.
+
+    The sum is needed because each of these ranks computes results only for its own tokens.
+    """
     entries = [entry for model in models for entry in model.entries.values()]
     summed = {entry.module for entry in entries if isinstance(entry.style, SummedResult)}
     for name, module in root.named_modules():
@@ -205,7 +209,7 @@ def _check_experts(root: nn.Module, models: list[MatchedModel]) -> None:
 def _check_results(model: MatchedModel) -> None:
     """Check that each child of a layer sums its results over the ranks if it contains column-wise projections.
 
-    Projections that are direct children of the layer are checked together.
+    All projections that are direct children of the layer are checked as a single group.
     """
     if model.foreign:  # skip plans with torch's own styles, because these styles may sum the results themselves
         return
@@ -219,9 +223,9 @@ def _check_results(model: MatchedModel) -> None:
             sharded = [m for m, style in found.items() if isinstance(style, ColumnWise) and not style.gather_output]
             if sharded and not any(isinstance(style, RowWise | SummedResult) for style in found.values()):
                 raise ValueError(
-                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), so what is computed from"
-                    " them must be summed over the ranks, but no entry does so. Add a 'rowwise' entry for the"
-                    " projection that reads the outputs, or gather the outputs with 'colwise_gather_output'."
+                    f"tp_plan: the outputs of {names[sharded[0]]} are sharded ('colwise'), so the results computed"
+                    " from these outputs must be summed over the ranks, but no entry sums them. Add a 'rowwise' entry"
+                    " for the projection that reads the outputs, or gather the outputs with 'colwise_gather_output'."
                 )
 
 
@@ -246,9 +250,10 @@ def _check_heads(model: MatchedModel, ranks: int) -> None:
 
 
 def _check_loss(models: list[MatchedModel]) -> None:
-    """Check that some model has a sharded output head, and that each such model uses the causal language model loss.
+    """Check that at least one model has a sharded output head, and that its loss is supported.
 
-    This package can compute no other loss with a sharded vocabulary.
+    Each model with such a head must use the causal language model loss. This package cannot compute any other loss with
+    a sharded vocabulary.
     """
     with_head = [model for model in models if model.get_optional_head() is not None]
     if not with_head:
@@ -316,7 +321,7 @@ def _check_divisible(root: nn.Module, layouts: dict[Slot, Layout], ranks: int) -
 def _get_optional_field(config: Any, field: str) -> Any:
     try:
         return getattr(config, field, None)
-    except Exception:  # raised if layers differ in this field; their weight sizes are checked anyway
+    except Exception:  # raised if the field differs between layers; `_check_divisible` still checks the weights
         return None
 
 

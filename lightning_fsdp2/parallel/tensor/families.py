@@ -220,7 +220,9 @@ def _apertus(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _norms_of_heads(*names: str) -> PlanBuilder:
-    """Return a plan builder for per-head norms of queries and keys, which the plan in transformers lacks.
+    """Return a function that builds plan entries for per-head norms of queries and keys.
+
+    The plan in transformers lacks these entries.
 
     Args:
         *names: Names of the norms in the attention module.
@@ -254,7 +256,7 @@ def _gemma3n(config: Any) -> Mapping[str, "str | ParallelStyle"]:
 
 
 def _llama(*norms: str) -> PlanBuilder:
-    """Return a plan builder for layers like Llama's.
+    """Return a function that builds the plan for a family whose layers are structured like Llama's.
 
     Args:
         *norms: Names of the per-head norms of queries and keys in the attention module.

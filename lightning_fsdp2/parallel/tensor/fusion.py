@@ -51,7 +51,7 @@ def build_collective_fusion(tp_mesh: DeviceMesh | None) -> "CollectiveFusion":
 
 
 class CollectiveFusion:
-    """Fusion of the collectives in a model's layers with matrix products.
+    """Fusion of collectives with matrix products in the layers of a model.
 
     It provides the options for ``torch.compile``, and counts the collectives that inductor has fused.
 

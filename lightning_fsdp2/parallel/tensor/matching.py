@@ -65,7 +65,7 @@ class MatchedModel:
         return {entry.module: entry.style for entry in self.entries.values() if entry.parameter is None}
 
     def get_stacks(self) -> list[list[nn.Module]]:
-        """Return the model's lists of layers, except those in which no entry matches anything."""
+        """Return the model's lists of layers in which at least one entry matches a module or parameter."""
         styled = {entry.module for entry in self.entries.values()} | set(map(self.module.get_submodule, self.foreign))
         return [
             layers
@@ -150,10 +150,11 @@ def match_plan(parts: ModelParts, plan: Mapping[str, ParallelStyle], *, is_given
 
 
 def _match_experts(model: MatchedModel) -> None:
-    """Replace the entries for experts that are distributed over expert parallel ranks.
+    """Replace the entries for an experts module with a single one, if expert parallelism distributes the experts.
 
-    Expert parallelism does not shard an expert. Each tensor parallel rank returns the results of its own tokens, and
-    zeros for the other tokens, so the results are summed.
+    The new entry shards no parameters, because expert parallelism keeps each expert whole. The entry only sums the
+    module's results over the tensor parallel ranks, because each of these ranks returns the results of its own tokens,
+    and zeros for all other tokens.
     """
     for name, module in model.module.named_modules():
         if get_optional_expert_mesh(module) is not None:

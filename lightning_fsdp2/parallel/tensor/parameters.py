@@ -3,7 +3,8 @@
 A model's own code never sees a DTensor. While a module's forward runs, plain tensors with this rank's parts replace the
 parameters. The :class:`Layout` of a parameter says whether the gradient of this rank's part is complete or only a
 summand. The gradient of the parameter itself always has the placement of its DTensor, so FSDP2, gradient accumulation
-and clipping need not know about layouts.
+and clipping need not know about layouts. Expert parallelism distributes the parameters of experts in the same way, over
+the mesh of the expert parallel ranks.
 
 Megatron-FSDP replaces the DTensors with *raw* parameters, which are plain parameters with this rank's parts. A forward
 computes with them directly, so the gradient of a raw parameter may be only this rank's summand. The summands of all
@@ -143,9 +144,10 @@ def shard_parameters(layouts: dict[Slot, Layout], mesh: DeviceMesh) -> None:
 
 
 def get_layout(module: nn.Module, name: str) -> Layout:
-    """Return the layout of a parameter that ``module`` holds directly. Without tensor parallelism, return the default.
+    """Return the tensor parallel layout of a parameter that ``module`` holds directly.
 
-    Layouts are recorded on modules and not on parameters, because loading weights creates new parameters.
+    A parameter without a recorded layout is considered replicated. Layouts are recorded on modules and not on
+    parameters, because loading weights creates new parameters.
     """
     layout: Layout = module.__dict__.get(_LAYOUTS, {}).get(name, _REPLICATED)
     return layout
@@ -197,7 +199,7 @@ class _LocalParameters:
         """Return the part of each parameter that this rank stores.
 
         In backward, a single all-reduce sums the gradients of all DTensors for which each rank computes a summand. The
-        gradients of raw parameters are summed later, once per optimizer step.
+        gradients of plain parameters, which Megatron-FSDP uses, are summed later, once per optimizer step.
         """
         is_raw = [not isinstance(parameter, DTensor) for parameter in parameters]
         local = [p if raw else p.to_local() for p, raw in zip(parameters, is_raw, strict=True)]
@@ -214,10 +216,10 @@ class _LocalParameters:
 
 
 def _is_replaced(parameter: Any, layout: Layout) -> bool:
-    """Return whether a module computes with a different tensor than ``parameter``.
+    """Return whether ``parameter`` must be replaced with another tensor before its module can run.
 
     If ``parameter`` is a plain tensor and not an ``nn.Parameter``, the wrapper of an enclosing module has already
-    replaced the parameter, and the module computes with this tensor.
+    replaced the original parameter, so nothing needs to be done.
     """
     if isinstance(parameter, DTensor):
         return layout.foreign_shape is None
@@ -225,7 +227,7 @@ def _is_replaced(parameter: Any, layout: Layout) -> bool:
 
 
 def get_slots(modules: Iterable[nn.Module]) -> list[Slot]:
-    """Return the slots of all parameters that the given modules hold directly, not counting their submodules."""
+    """Return the slot, a pair of module and name, of each parameter that one of the given modules holds directly."""
     return [(m, name) for m in modules for name, parameter in m._parameters.items() if parameter is not None]
 
 

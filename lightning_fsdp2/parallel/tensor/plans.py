@@ -186,14 +186,15 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
     names = {name for name, module in model.named_modules() if module is parts.head}
-    # ignore the entry for the head, which every class with a head has: a plan with only this entry shards no layers
+    # Ignore the entry for the output head, which transformers gives to every class with a head. A plan with only this
+    # entry would shard no layers.
     if not set(own) - names:
         raise NoPlanError(
-            f"{type(model).__name__} has no tensor parallel plan. Give a plan in the config, as tp_plan={{...}}, from"
-            " module names to styles, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
+            f"{type(model).__name__} has no tensor parallel plan. Give a plan that maps module names to styles in the"
+            " config, as tp_plan={...}, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
             " 'model.layers.*.self_attn.o_proj': 'rowwise'}. Or register a plan for the class with"
-            " lightning_fsdp2.parallel.tensor.plans.register_tp_plan; an empty plan keeps a helper model whole on every"
-            " rank. Or use tp_size=1."
+            " lightning_fsdp2.parallel.tensor.plans.register_tp_plan; for a helper model that should stay whole on"
+            " every rank, register an empty plan. Or use tp_size=1."
         )
     return {**own, **_add_prefix(parts, CORRECTIONS[family](config))} if family in CORRECTIONS else own
 
@@ -239,13 +240,14 @@ def _add_prefix(parts: ModelParts, plan: Mapping[str, "str | ParallelStyle"]) ->
     """Make the patterns in a family's plan relative to the whole model.
 
     In a family's plan, patterns are relative to the base model. The base model holds the layers, and may be inside a
-    model with a head. A vision or audio tower next to the base model may have layers with the same names.
+    model with a head. A vision or audio tower next to the base model may have layers with the same names, and must not
+    be mistaken for the base model.
     """
     if not plan:
         return {}
     stem = re.split(r"\.(?:\*|\d+)\.", next(iter(plan)))[0].split(".")
     holders = {name: module for name, module in parts.module.named_modules() if _find(module, stem)}
-    # skip towers, which may come before the base model
+    # skip vision and audio towers, because a tower may come before the base model
     holder = next((name for name, module in holders.items() if module not in parts.towers), next(iter(holders)))
     return {(f"{holder}." if holder else "") + name: style for name, style in plan.items()}
 

@@ -46,10 +46,11 @@ from lightning_fsdp2.ranks.pending_sum import PendingSum
 
 
 class Scope:
-    """Collectives at the input and output of a module to which the plan assigns a style.
+    """Collectives that run at the input and output of a module to which the plan assigns a style.
 
-    A scope also switches the random state where activations begin or cease to differ between ranks. This base class is
-    for whole sequences on every rank. It is used without sequence parallelism, and for modules outside the layers.
+    A scope also switches the random state: ranks draw different random numbers while their activations differ, and
+    otherwise the same ones. With this base class, every rank holds whole sequences. The base class is used without
+    sequence parallelism, and for modules outside the layers.
     """
 
     is_scattered = False
@@ -65,7 +66,10 @@ class Scope:
         return copy_to_ranks(tensor, self.group)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return an input that has no gradient, such as expert indices, for the tokens that :meth:`enter` returns."""
+        """Prepare an input without a gradient, such as expert indices, so that it has the same tokens as other inputs.
+
+        The other inputs are prepared by :meth:`enter`, which may gather the tokens of all ranks.
+        """
         return tensor
 
     def leave(self, tensor: Tensor) -> Tensor:
@@ -89,7 +93,7 @@ class Scope:
 
 
 class LayerScope(Scope):
-    """Scope of all modules in a layer without sequence parallelism.
+    """Collectives at the inputs and outputs of the modules in a layer without sequence parallelism.
 
     Projections that read the same tensor share a single all-reduce of this tensor's gradient.
     """
@@ -117,7 +121,7 @@ class LayerScope(Scope):
 
 
 class EmbeddingScope(Scope):
-    """Scope of an input embedding with sequence parallelism.
+    """Collectives at the output of an input embedding with sequence parallelism.
 
     The first layer may need only this rank's part of the embedding's result, so the sum of the result over the ranks is
     postponed until it is known whether the whole result is needed.
@@ -137,13 +141,14 @@ class EmbeddingScope(Scope):
 
     def leave_whole(self, tensor: Tensor) -> Tensor:
         running = [stack for stack in self.stacks if stack.is_running]
-        # avoid PendingSum if the user compiles the whole model, because torch.compile cannot trace this tensor subclass
+        # do not defer the sum if the user compiles the whole model, because torch.compile cannot trace a PendingSum
         if not running or torch.compiler.is_compiling():
             return super().leave_whole(tensor)
         is_watched, mode = any(map(_is_foreign, get_forward_hooks(self.embedding))), torch.is_grad_enabled()
         if mode not in self._watched:
             self._watched[mode] = self._agree(is_watched, tensor)
-        # if any rank has a hook, sum now on all ranks: a hook on one rank must not start an all-reduce alone
+        # If the embedding has a user's hook on any rank, sum now on all ranks. Otherwise a hook that reads the output
+        # would start an all-reduce that the ranks without this hook do not call.
         if self._watched[mode]:
             return super().leave_whole(tensor)
         pending = PendingSum.make(tensor, self.group, is_watched=is_watched)
@@ -151,16 +156,21 @@ class EmbeddingScope(Scope):
         return pending
 
     def _agree(self, is_watched: bool, tensor: Tensor) -> bool:
-        """Return whether ``is_watched`` is True on at least one rank."""
+        """Return whether the embedding has a user's forward hook on at least one rank.
+
+        Args:
+            is_watched: Whether the embedding has such a hook on this rank.
+            tensor: Any tensor on this rank's device.
+        """
         if isinstance(tensor, FakeTensor):
             return is_watched
         return bool(all_reduce_tensor(torch.tensor(float(is_watched), device=tensor.device), self.group))
 
 
 class PointwiseScope(Scope):
-    """Scope of a module, such as a projection, that has a style and is a direct child of a sequence parallel layer.
+    """Collectives of a projection, or another direct child of a sequence parallel layer, if the plan gives it a style.
 
-    The module's input is gathered along the sequence, and its result is reduce-scattered.
+    The child's input is gathered along the sequence, and its result is reduce-scattered.
     """
 
     is_scattered = True
@@ -186,7 +196,9 @@ class PointwiseScope(Scope):
 
 
 class RegionScope(Scope):
-    """Scope of a region: a child of a layer, such as attention or MLP, that works on whole sequences.
+    """Collectives at the input and output of a region.
+
+    A region is a child of a layer that works on whole sequences, such as an attention module or an MLP.
 
     Args:
         stack: Stack to which the layer belongs.
@@ -218,8 +230,8 @@ class RegionScope(Scope):
         dim = self.stack.dim
         if not self.stack.is_active:
             return super().leave(tensor)
-        # do not scatter if each rank would get a single position: if the region combined this position with whole
-        # sequences, PyTorch would broadcast it and not raise an error
+        # Do not scatter if each rank would get a single position, because the region's code may wrongly add its shard
+        # to a whole sequence. PyTorch raises an error for longer shards, but silently broadcasts a single position.
         if not (self.reduces_once and (self.stack.local > 1 or self.takes_residual) and tensor.ndim > dim + 1):
             return super().leave(tensor)
         if tensor.size(dim) != self.stack.whole:
@@ -235,7 +247,8 @@ class RegionScope(Scope):
         hidden = get_hidden_states(args, kwargs)
         dim = self.stack.get_token_dim(hidden)
         self._check_length(hidden, dim)
-        whole = ("encoder_hidden_states", "key_value_states")  # arguments of cross attention, which stay whole
+        # the arguments of cross attention are not sharded over the sequence
+        whole = ("encoder_hidden_states", "key_value_states")
         self._check_residual(hidden, [*args, *(value for name, value in kwargs.items() if name not in whole)])
         self._complete, self._partial = gather_twice(hidden, dim, self.group)
         args, kwargs = replace_hidden_states(args, kwargs, self._complete)
@@ -292,7 +305,8 @@ class RegionScope(Scope):
 def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
     """Sum the gradients of a module's parameters over the ranks if the module runs on a part of the sequence.
 
-    A module in a region does so if it runs after the projection that reduce-scatters the region's result.
+    A module in a region gets only this rank's part if it runs after the projection that reduce-scatters the region's
+    result.
     """
 
     def run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -302,8 +316,9 @@ def sum_gradients_on_shards(module: nn.Module, scope: RegionScope) -> None:
         try:
             for name, parameter in saved.items():
                 if parameter is not None and parameter.requires_grad:
-                    # clone a raw parameter, because `copy_to_ranks` returns a view: Megatron-FSDP may move the
-                    # parameter to another buffer before backward, but the view would still refer to the old buffer
+                    # Clone the parameter if it is an nn.Parameter, because `copy_to_ranks` returns a view.
+                    # Megatron-FSDP may move the parameter to another buffer before backward, but the view would keep
+                    # the old buffer.
                     own = parameter.clone() if isinstance(parameter, nn.Parameter) else parameter
                     module._parameters[name] = copy_to_ranks(own, scope.group)  # type: ignore[assignment]
             return forward(*args, **kwargs)

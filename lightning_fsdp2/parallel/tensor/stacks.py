@@ -165,7 +165,7 @@ class StackedLayer:
     Args:
         stack: Stack to which the layer belongs.
         random: Random state of the layer. None if the layer draws no random numbers.
-        verification: Verification of the layer.
+        verification: Verification of the layer's gradients, which runs in the first forward with gradients.
         name: Name of the layer, for messages.
         is_last: Whether the layer is the last one in the stack, which returns whole sequences.
         per_position: Arguments to split like the hidden states, because they have a value per position and the layer's

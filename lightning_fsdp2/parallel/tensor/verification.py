@@ -42,7 +42,8 @@ class LayerVerification:
     Args:
         layer: The layer. While its forward runs, it must hold its parameters as plain tensors with this rank's parts.
         name: Name of the layer, for messages.
-        returns: Kind that the layer's result must have. EITHER if this is not known.
+        returns: Kind that the layer's result must have: EQUAL if it must be the same on all ranks, and OWN if it must
+            be different on each rank. EITHER if this is not known.
         is_given: Whether a user gave the plan. If so, errors about mismatched sizes are explained as errors in the
             plan.
     """
@@ -61,7 +62,7 @@ class LayerVerification:
         Args:
             forward: The layer's own forward.
             hidden: Hidden states that the layer gets.
-            kind: Kind of these hidden states.
+            kind: Kind of these hidden states: the same on all ranks, or different between ranks.
             *args: Arguments of the forward.
             **kwargs: Arguments of the forward.
 
@@ -92,8 +93,8 @@ class LayerVerification:
         for tensor in results:
             kind = graph.get_kind(_get_edge(tensor))
             is_result = tensor is results[0]
-            # a scalar must be equal on all ranks, because it is a loss that is later added to the model's loss
-            # other results may differ between ranks: attention weights and cached keys belong to a rank's own heads
+            # A scalar must be equal on all ranks, because it is a loss that is later added to the model's loss.
+            # Other results may differ between ranks: attention weights and cached keys belong to a rank's own heads.
             wanted = self.returns if is_result else Kind.EQUAL if tensor.ndim == 0 else Kind.EITHER
             if {kind, wanted} == {Kind.EQUAL, Kind.OWN}:
                 raise graph.make_result_error(_get_edge(tensor), kind)
@@ -109,7 +110,10 @@ class LayerVerification:
 
 
 class _Graph:
-    """Autograd graph of a layer, with the kind of each value. Each kind is determined only once."""
+    """Autograd graph of a layer, with the kind of each value: the same on all ranks, or different between ranks.
+
+    Each kind is determined only once.
+    """
 
     def __init__(self, layer: nn.Module, name: str, known: dict[Edge, Kind]) -> None:
         self.name = name
@@ -125,7 +129,7 @@ class _Graph:
         if edge in self.known:
             return self.known[edge]
         pending = [edge[0]]
-        while pending:  # a loop, because graphs are too deep for recursion
+        while pending:  # use a loop, because an autograd graph may be too deep for recursion
             node = pending[-1]
             missing = [n for n, i in self._get_inputs(node) if (n, i) not in self.known and n not in self.kinds]
             pending += missing
@@ -136,7 +140,9 @@ class _Graph:
         return self.kinds[edge[0]]
 
     def _judge(self, node: Any) -> Kind:
-        """Return the kind of a node's results. The kinds of the node's inputs must already be known.
+        """Return the kind of a node's results: the same on all ranks, different between ranks, or unknown.
+
+        The kinds of the node's inputs must already be known.
 
         Raises:
             ValueError: If the node's inputs do not have the kinds that the node needs.
@@ -216,7 +222,7 @@ class _Graph:
     def _get_inputs(self, node: Any) -> list[Edge]:
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         for i, edge in enumerate(edges):
-            # skip the identity function of FSDP2, through which all arguments of a wrapped module pass
+            # skip the autograd function that FSDP2 applies to all arguments of a wrapped module: it changes no values
             while edge not in self.known and is_fsdp_pass_through(edge[0]):
                 edge = edge[0].next_functions[edge[1]]
             edges[i] = edge
@@ -230,10 +236,11 @@ def _get_edge(tensor: Tensor) -> Edge:
 
 
 def _get_kinds_of_raw(layer: nn.Module) -> dict[Edge, Kind]:
-    """Return the kinds of the raw parameters with which a layer computes under Megatron-FSDP.
+    """Return, for each raw parameter of a layer, whether its values are the same on all ranks or differ by rank.
 
-    For a plain tensor that was made from a DTensor, the autograd graph shows the kind. It does not show the kind of a
-    raw parameter, so this function uses the parameter's layout.
+    Raw parameters are the parameters with which a layer computes under Megatron-FSDP; they are not DTensors. If a layer
+    computes with DTensors, the autograd graph shows this. For a raw parameter, the graph does not show it, so this
+    function uses the layout that tensor parallelism has given to the parameter.
     """
     kinds = {}
     for module, name in get_slots(layer.modules()):

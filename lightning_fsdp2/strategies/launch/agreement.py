@@ -145,8 +145,8 @@ def _check_shared(folder: Path, hosts: Sequence[str], group: dist.ProcessGroup, 
     on_first_rank(lambda: probe.unlink(missing_ok=True), group)
     if blind := [rank for rank, does_see in enumerate(sees) if not does_see]:
         raise ValueError(
-            f"ModelCheckpoint(dirpath={str(folder)!r}): all nodes must share the checkpoint folder, but a file"
-            f" from rank {describe_ranks([0], hosts)} does not appear on {describe_ranks(blind, hosts)}. Choose a"
+            f"ModelCheckpoint(dirpath={str(folder)!r}): all nodes must share the checkpoint folder, but a file that"
+            f" rank {describe_ranks([0], hosts)} wrote is not visible to ranks {describe_ranks(blind, hosts)}. Choose a"
             " folder on a shared file system, or in an object store."
         )
 
@@ -163,6 +163,6 @@ def _appears(path: Path, patience: timedelta) -> bool:
         if time.monotonic() > deadline:
             return False
         with suppress(OSError):
-            os.listdir(path.parent)  # listing a folder makes a network file system ask its server
+            os.listdir(path.parent)  # listing the folder makes a network file system ask its server for new files
         time.sleep(0.2)
     return True

@@ -49,7 +49,7 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
         if isinstance(environment, TorchElasticEnvironment) and _USES_AGENT_STORE in os.environ:
             end_with_parent(os.getppid())
         return None
-    if hasattr(sys, "ps1"):  # in a notebook or an interactive shell
+    if hasattr(sys, "ps1"):  # only notebooks and interactive shells have this attribute
         if devices > 1:
             raise ValueError(
                 f"devices={devices} needs {devices} processes, but a notebook is one process. Use devices=1 here, save"

@@ -1,4 +1,4 @@
-"""Launcher for ``python script.py``. A node's first process starts the node's other ranks, which end when it ends."""
+"""Launcher for ``python script.py``. A node's first process starts the node's other ranks. When it ends, they end."""
 
 import atexit
 import os
@@ -58,7 +58,8 @@ class RankLauncher(SubprocessScriptLauncher):
     @override
     def _call_children_scripts(self) -> None:
         module: Any = subprocess_script
-        module.subprocess = SimpleNamespace(Popen=_start)  # Lightning has no hook to change the ranks' commands
+        # replace `Popen` in Lightning's module, because Lightning has no hook to change the commands of the ranks
+        module.subprocess = SimpleNamespace(Popen=_start)
         try:
             super()._call_children_scripts()
         finally:
@@ -85,7 +86,8 @@ def is_of_launcher() -> bool:
 
 
 def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":
-    # the kernel kills a child when the thread that started the child ends, so request this only in the main thread
+    # `end_with_parent` makes the kernel kill a child when the thread that started the child ends, so use it only in the
+    # main thread
     is_watched = threading.current_thread() is threading.main_thread()
     script = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())] if is_watched else []
     return subprocess.Popen([*script, *command], env={**env, _LAUNCHED: "1"}, cwd=cwd)

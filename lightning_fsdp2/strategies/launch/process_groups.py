@@ -83,7 +83,8 @@ def init_process_group(
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )
-        store.set_timeout(timeout)  # process groups use the store too, with this timeout
+        # replace the rendezvous timeout, because process groups use the store from now on
+        store.set_timeout(timeout)
     dist.init_process_group(
         backend,
         store=store,
@@ -104,7 +105,10 @@ def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> D
 
 
 def get_groups(device_mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the process groups of all views of ``device_mesh``, and the extra groups that were created for it."""
+    """Return all process groups of a run's mesh, including those from :func:`~lightning_fsdp2.mesh.get_extra_group`.
+
+    They include the groups of all views of the mesh. A view arranges the same ranks in different axes.
+    """
     groups = [group for view in get_views(device_mesh) for group in view.get_all_groups()]
     return groups + get_extra_groups(device_mesh)
 
@@ -159,10 +163,9 @@ def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type:
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:
-    """Return whether the default group already uses ``backend``.
+    """Return whether the existing default group uses the same backends as ``backend``, such as "cpu:gloo,cuda:nccl".
 
-    The group must use the backend that ``backend`` names for ``device``. If ``backend`` also names a backend for the
-    CPU, the group must use that backend for the CPU.
+    The backends for ``device`` are compared, and also those for the CPU if ``backend`` names one.
     """
     asked, existing = (
         dist.BackendConfig(dist.Backend(name)).get_device_backend_map() for name in (backend, dist.get_backend_config())

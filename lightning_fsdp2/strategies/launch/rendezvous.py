@@ -56,17 +56,17 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             world_size,
             is_master=rank == 0 and not is_agents,
             timeout=store_timeout,
-            wait_for_workers=False,  # a timeout here would not tell which ranks are missing
+            wait_for_workers=False,  # if the store itself timed out, it would not say which ranks are missing
             multi_tenant=True,
         )
-        # torchrun may keep its store when it restarts the ranks, so every attempt to start uses its own prefix.
-        # The agent of a host that rejoins the run may count attempts differently. Its ranks would then use another
-        # prefix than the other ranks, and wait for them in vain. So, for hosts to rejoin a run, torchrun's store must
-        # be off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); rank 0 then starts a new store in each attempt.
+        # torchrun may keep its store when it restarts the ranks, so each restart uses a different prefix for its keys.
+        # When a host rejoins the run, its torchrun agent may count restarts differently. The ranks of this host would
+        # then use a different prefix, and never meet the other ranks. To let hosts rejoin a run, turn torchrun's store
+        # off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); rank 0 then starts a new store in each attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
-        if store.add(_NUMBER, 1) == world_size:  # the last rank to arrive compares the values of all ranks
+        if store.add(_NUMBER, 1) == world_size:  # the last rank to arrive compares what all ranks have reported
             store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
@@ -85,9 +85,9 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         fault = store.get(_ALL_CAME).decode()
     except dist.DistError as error:
         raise TimeoutError(
-            f"Rank {rank} ({platform.node()}) waited rendezvous_timeout={timeout} for {world_size} ranks at"
-            f" {address}:{port}. {_say_who_came(store, world_size)} Look at the logs of the missing ranks, or check the"
-            " nodes that have no logs."
+            f"Rank {rank} ({platform.node()}) waited at {address}:{port} for all {world_size} ranks until"
+            f" rendezvous_timeout={timeout} was over. {_say_who_came(store, world_size)} Look at the logs of the"
+            " missing ranks, or check the nodes that have no logs."
         ) from error
     if fault:
         with suppress(dist.DistError):  # let all ranks read the error before rank 0, which hosts the store, exits
@@ -99,7 +99,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
 
 
 def refuse(differences: str) -> str:
-    """Return the error message for a description of how ranks differ; see :func:`tell_differences`."""
+    """Return an error message that quotes ``differences``, a description from :func:`tell_differences`."""
     return (
         f"All ranks of a run must have the same config and versions, but {differences}. Install the same versions on"
         " all nodes, and start all ranks with the same config."

@@ -1,1 +1,1 @@
-"""Parts of a mesh strategy, each for one task, such as training steps, data loaders, checkpoints and callbacks."""
+"""Parts of the strategies, each for one task, such as training steps, data loaders, checkpoints and callbacks."""

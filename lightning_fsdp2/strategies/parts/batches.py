@@ -33,11 +33,12 @@ class Batches:
         Args:
             loader: Data loader, of any kind that Lightning accepts.
             resumed_epoch: Epoch in which the run resumes. 0 leaves the sampler as it is.
-            may_drop: Whether batches that only some ranks have may be dropped; see :func:`keep_in_step`.
+            may_drop: Whether a rank with more batches than others may drop the surplus; see :func:`keep_in_step`.
         """
         if isinstance(loader, DataLoader) and loader.generator is None:
-            # Each iterator draws a seed, and a resumed run makes fewer iterators than an uninterrupted run.
-            # If iterators drew from the global generator, which dropout uses, dropout would differ after resuming.
+            # Each new iterator draws a random seed, and a resumed run creates fewer iterators than an uninterrupted
+            # run. If the seeds came from the global generator, which dropout also uses, dropout would differ after
+            # resuming.
             loader.generator = torch.Generator().manual_seed(torch.initial_seed())
         if getattr(loader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by global rank, so the ranks of one replica would augment data differently

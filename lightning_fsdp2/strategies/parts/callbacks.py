@@ -1,4 +1,4 @@
-"""Changes to the Trainer's callbacks: a strategy adds its own to every fit, and corrects throughput monitors."""
+"""Changes to the Trainer's callbacks: a strategy adds callbacks to every fit, and corrects throughput monitors."""
 
 from datetime import timedelta
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Saving and loading of a run's checkpoints, for the mesh strategies."""
+"""Saving and loading of a run's checkpoints, for the strategies that train on a device mesh."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -86,14 +86,15 @@ class Checkpoints:
     # ------------------------------------------------------------------ stages
 
     def connect(self, device: torch.device) -> None:
-        """Give the plugin this rank's device and the run's process groups, which must already exist."""
+        """Give the checkpoint plugin this rank's device and the run's process groups. The groups must already exist."""
         thread_group = get_group("checkpoint thread", self._world.timeout) if self.config.async_save else None
         self.io.connect(self.config, device, cast(Any, self._world.control_group), thread_group)
 
     def begin_stage(self, trainer: "Trainer") -> None:
-        """Wait for the last save, and prepare the stage.
+        """Wait for the last save to end, and prepare for a stage of the Trainer.
 
-        Before a fit, this removes leftovers of earlier runs, and replaces methods of the ``ModelCheckpoint`` callbacks.
+        Before a fit, remove the leftovers of interrupted saves, and adapt ``ModelCheckpoint`` callbacks to the mesh by
+        replacing some of their methods.
         """
         self.io.wait()
         if trainer.state.fn != TrainerFn.FITTING:
@@ -185,8 +186,9 @@ class Checkpoints:
         self.io.save_checkpoint(checkpoint, self._world.broadcast(path), storage_options, summary=summary, wait=wait)
 
     def _wait_for_all_ranks(self, trainer: "Trainer", purpose: str, remedy: str) -> None:
-        self._world.set_group_timeout(None)  # restore the full timeout, since the slowest rank may take long to write
-        # wait only half as long, to fail before the collectives in which other ranks may be waiting
+        # restore the full timeout of collectives, since the slowest rank may take a long time to write
+        self._world.set_group_timeout(None)
+        # wait only half as long here, to time out before any collective in which other ranks may be waiting
         timeout = self._world.timeout / 2
         if trainer.interrupted:
             timeout = min(timeout, _SAVE_TIMEOUT_AFTER_ERROR)

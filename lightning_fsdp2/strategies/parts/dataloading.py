@@ -22,8 +22,8 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     Args:
         loader: This rank's data loader.
         group: CPU group of all ranks; None for a single process.
-        may_drop: Whether batches that only some ranks have may be dropped, with a warning. If False, such batches are
-            an error when a length is unknown, and loaders with known lengths are returned unchanged.
+        may_drop: Whether a rank with more batches than others may drop the surplus, with a warning. If False, a
+            surplus is an error when a length is unknown, and loaders with known lengths are returned unchanged.
 
     Raises:
         ValueError: When a rank has no batches.
@@ -63,7 +63,7 @@ class _LoaderWrapper:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # unset while pickle or copy creates a wrapper without `__init__`
+        if name == "_loader":  # pickle and copy create a wrapper without calling `__init__`, which sets `_loader`
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -115,7 +115,7 @@ class _LockstepLoader(_LoaderWrapper):
         self._group = group
         self._may_drop = may_drop
         self._guessed_length = guessed_length
-        self._is_cut = False  # whether this rank had more batches when the last epoch ended
+        self._is_cut = False  # whether the last epoch ended while this rank still had batches
 
     def __len__(self) -> int:
         if self._guessed_length is None:
@@ -153,9 +153,9 @@ class _LockstepLoader(_LoaderWrapper):
 
 
 class _StatefulLockstepLoader(_LockstepLoader):
-    """Lockstep loader whose saved position is just after the last batch that the model was trained on.
+    """Loader that ends on all ranks together, and saves the position just after the last batch that was trained on.
 
-    The wrapped loader is one batch ahead of this position, because Lightning prefetches a batch if the length is
+    The wrapped loader itself is one batch ahead of that position, because Lightning prefetches a batch if the length is
     unknown.
 
     After the last batch, the saved state is the start of a new epoch, even if the wrapped loader has batches left.
@@ -195,7 +195,7 @@ def _get_optional_length(loader: Any) -> int | None:
 
 
 def _get_shortest_guess(loader: Any, group: dist.ProcessGroup) -> int | None:
-    """Return the shortest of the lengths that the ranks guess, or None if any rank has no guess.
+    """Return the shortest length that the ranks' loaders report, or None if any loader reports none.
 
     Progress bars and ``val_check_interval`` use this length.
     """

@@ -42,7 +42,8 @@ class Evaluation:
         """
         own = torch.tensor(batches, dtype=torch.float64)
         missing = (self._world.find_maximum(batches) - own).nan_to_num(posinf=0.0)
-        # At the end of a data loader, this rank has made `key` steps in all, and repeats its last step `value` times.
+        # In the dict, a key is this rank's total number of steps at the end of a data loader. The value is how often
+        # this rank then repeats its last step.
         self._missing = dict(zip(own.cumsum(0).tolist(), missing.int().tolist(), strict=True))
         self._predictions = 0
 
@@ -63,13 +64,17 @@ class Evaluation:
         predictions = self.run(region, module, step)
         self._predictions += 1
         for _ in range(self._missing.get(self._predictions, 0)):
-            self.run(region, module, step)  # other ranks need this rank in their collectives; drop the result
+            # the other ranks need this rank in their collectives, but not the result of this step
+            self.run(region, module, step)
         return predictions
 
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """Run the block under ``no_grad`` instead of inference mode, because a fit could not train inference tensors."""
+    """Run the block under ``no_grad`` instead of inference mode.
+
+    A later fit could not train parameters that were gathered in inference mode.
+    """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

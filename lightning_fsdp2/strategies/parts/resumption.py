@@ -129,7 +129,7 @@ class Resumption:
             )
 
     def _fits_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
-        """Return whether this run can use the random states that ``ranks`` ranks saved on a mesh of the shape ``mesh``.
+        """Return whether this run can use the random states of an earlier run on ``ranks`` ranks with mesh ``mesh``.
 
         The ranks of one replica must have the same random state, so that their dropout is the same. States that were
         saved on a different mesh may break this rule.
@@ -139,7 +139,10 @@ class Resumption:
         return mesh == self._world.axis_sizes
 
     def resume(self, trainer: "Trainer", device: torch.device) -> None:
-        """Restore the states that a fit resumes with. Call this after the data loaders' iterators have drawn seeds."""
+        """Restore the states that a fit resumes with.
+
+        Call this after the iterators of the data loaders have drawn seeds, since drawing can change the random state.
+        """
         begin_epoch_after_complete_one(trainer)
         self.epoch = 0
         self._restore_loader_positions(trainer)
@@ -157,7 +160,9 @@ class Resumption:
         counts = [getattr(loader, "get_optional_restored_batches", lambda: None)() for loader in get_loaders(trainer)]
         if self._repeats_epoch:
             self._repeats_epoch = False
-            counts = [] if progress.is_last_batch else [0]  # after an epoch's last batch, let Lightning end the epoch
+            # If the saved epoch had finished its last batch, let Lightning end the epoch. Otherwise, repeat the epoch
+            # from its first batch.
+            counts = [] if progress.is_last_batch else [0]
         for count in counts:
             if count is not None and count != progress.current.ready:
                 shift = count - progress.current.ready
@@ -165,10 +170,10 @@ class Resumption:
 
 
 def _has_global_positions(trainer: "Trainer") -> bool:
-    """Return whether all data loaders report that their saved positions do not depend on the rank.
+    """Return whether all data loaders report that their saved positions count the samples of all ranks.
 
-    Comparing the ranks' positions would not show this, because the positions are also equal if each rank counts only
-    its own batches.
+    Comparing the positions would not answer this. They may be equal on all ranks even if each rank counts only its own
+    batches.
     """
     loaders = [loader for loader in get_loaders(trainer) if hasattr(loader, "state_dict")]
     return all(getattr(loader, "has_global_position", False) for loader in loaders)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_fsdp2.modules.experts import get_optional_expert_mesh
 from lightning_fsdp2.modules.structure import get_layer_lists
 from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user, reshard
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
@@ -39,7 +40,8 @@ class StepRegion:
         timeout: How long to wait for the other ranks.
         holds_units: Function that returns whether a module's forward is a collective.
         after_forward: Function to call with the root module after a forward outside of a step.
-        alternative: Alternative to a call on all ranks, as text for the error message. Empty if there is none.
+        alternative: Text for the error message that says what users can do instead of calling the module on all ranks.
+            Empty if there is no alternative.
     """
 
     def __init__(
@@ -76,17 +78,25 @@ class StepRegion:
         handles = []
         for name, module in root.named_modules():
             if module not in blocks and self._holds_units(module):
-                enter_hook = self._make_enter_hook(name or "the LightningModule")
+                exchanges = any(get_optional_expert_mesh(inner) is not None for inner in module.modules())
+                enter_hook = self._make_enter_hook(name or "the LightningModule", exchanges=exchanges)
                 handles.append(module.register_forward_pre_hook(enter_hook, prepend=True))
                 handles.append(module.register_forward_hook(self._make_exit_hook(root), always_call=True))
         root.__dict__[_HANDLES_ATTRIBUTE] = handles
 
-    def _make_enter_hook(self, name: str) -> Callable[..., None]:
+    def _make_enter_hook(self, name: str, *, exchanges: bool) -> Callable[..., None]:
+        """Make a hook that checks a module's forward before it starts.
+
+        With ``exchanges``, the module's experts exchange tokens, so its forward is a collective even if its weights are
+        already gathered.
+        """
+        remedy = f"{_REMEDY}." if exchanges else self._remedy
+
         def enter_hook(module: nn.Module, args: Any) -> None:
-            is_outside = self._depth == 0 and not is_unsharded_by_user(module)
-            self._depth += 1  # count first, since the exit hook counts down even after an error here
+            is_outside = self._depth == 0 and (exchanges or not is_unsharded_by_user(module))
+            self._depth += 1  # increment before the check, because the exit hook decrements even if the check fails
             if is_outside:
-                wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, self._remedy)
+                wait_for_all_ranks(f"call {name}, which is sharded, outside of a step", self._timeout, remedy)
 
         return enter_hook
 

@@ -68,7 +68,7 @@ class Steps:
         finish_gradients: Callable[[], None],
         wait_for_copies: Callable[[], None],
     ) -> Callable[[], Any]:
-        """Extend an optimizer step's closure to scale the gradients and to wait for a background save's copies.
+        """Extend an optimizer step's closure: scale the gradients, and wait until a background save has copied tensors.
 
         Args:
             module: Module that is trained.
@@ -77,7 +77,7 @@ class Steps:
             wait_for_copies: Function that waits until a background save has copied the tensors that the step changes.
         """
         is_manual = not module.automatic_optimization
-        if is_manual and closure is do_nothing_closure:  # finish now, as some optimizers never call their closure
+        if is_manual and closure is do_nothing_closure:  # do this now, because some optimizers never call the closure
             finish_gradients()
 
         def complete() -> Any:

@@ -1,4 +1,4 @@
-"""Callback that logs token counts and the run's identity, and lets a resumed run continue its W&B run."""
+"""Callback that logs token counts and a description of the run, and lets a resumed run continue its W&B run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from lightning_fsdp2.ranks.whole_tensors import gather
 
 
 class Tracking(Callback):
-    """Callback that writes one row of metrics and token counts per step to every logger, and the run's identity once.
+    """Callback that gives every logger a description of the run, and one row of metrics and token counts per step.
 
     Metrics from ``self.log`` and from callbacks arrive separately, so the callback holds them until the step is over.
 
@@ -33,14 +33,14 @@ class Tracking(Callback):
     Args:
         add_up: Function that returns the sum of a number over the ranks that read different data. The function is a
             collective on the host.
-        when_complete: Function that calls its argument once the most recently saved checkpoint is complete.
+        when_complete: Function that takes a callback, and calls it once the most recently saved checkpoint is complete.
     """
 
     def __init__(self, add_up: Callable[[int], int], when_complete: Callable[[Callable[[], None]], None]) -> None:
         self._add_up = add_up
         self._when_complete = when_complete
         self._total_tokens = 0
-        self._own_tokens = 0  # this rank's tokens since the last sum over the ranks
+        self._own_tokens = 0  # tokens of this rank that are not in the total yet
         self._rows: list[_Row] = []  # one row for each logger
         self._runs: list[dict[str, Any]] = []  # states of the W&B runs in the loaded checkpoint
 
@@ -77,20 +77,20 @@ class Tracking(Callback):
             get_ledger(trainer).put_back(logger)
 
     def get_state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the token count and the W&B runs, for a checkpoint. All ranks must call this."""
+        """Return the token count and the states of the W&B runs, for a checkpoint. All ranks must call this."""
         self._count()
         runs = [logger.get_state() for logger in _get_wandb_loggers(trainer.loggers)]
         return {"total_tokens": self._total_tokens, "wandb": runs}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the token count and the W&B runs from a checkpoint."""
+        """Restore the token count and the states of the W&B runs from a checkpoint."""
         self._total_tokens, self._own_tokens, self._runs = state["total_tokens"], 0, state["wandb"]
 
     # ------------------------------------------------------------------ hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # from this hook on, an access to a logger's experiment starts the W&B run
+        # from this hook on, accessing `experiment` of a logger starts the W&B run
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
 
@@ -99,7 +99,7 @@ class Tracking(Callback):
         for logger, state in zip(_get_wandb_loggers(trainer.loggers), self._runs, strict=False):
             logger.continue_run(state)
         for logger in _get_wandb_loggers(trainer.loggers):
-            _ = logger.experiment  # this access starts the W&B run
+            _ = logger.experiment  # accessing this property starts the W&B run
         if cast(Any, trainer).enable_autolog_hparams and trainer.is_global_zero and trainer.loggers:
             identity = describe_run(trainer, pl_module)
             for any_logger in trainer.loggers:
@@ -150,15 +150,15 @@ class Tracking(Callback):
 
 @dataclass
 class _Row:
-    """Metrics of the current step for one logger, held until complete, since a logger writes one row per call."""
+    """Metrics of a step for one logger, held until all have arrived, because a logger writes a row in every call."""
 
     logger: Logger
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def log(self, metrics: dict[str, Any], step: int | None, **options: Any) -> None:
-        # Only rank 0 holds a row, because the loggers of other ranks write nothing.
-        # Values other than numbers go straight to the logger, which may handle them in its own way.
+        # Only rank 0 holds metrics until the row is complete, because the loggers of the other ranks write nothing.
+        # Values that are not numbers go straight to the logger, which may handle them in its own way.
         is_held = step is not None and not options and rank_zero_only.rank == 0  # type: ignore[attr-defined]
         if not is_held or not all(_is_number(name, value) for name, value in metrics.items()):
             type(self.logger).log_metrics(self.logger, metrics, step=step, **options)

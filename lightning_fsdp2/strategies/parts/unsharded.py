@@ -1,4 +1,4 @@
-"""Handling of a module's unsharded content: buffers, metrics, BatchNorm layers, and parameters outside of all units."""
+"""Handling of the unsharded parts of a module: buffers, metrics, BatchNorm layers, and some parameters."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class SharedBuffers:
 
 
 def move_to_device(root: LightningModule, device: torch.device) -> None:
-    """Move the unsharded content of ``root`` to ``device``: buffers, metrics, and parameters that are not sharded."""
+    """Move the unsharded parts of ``root`` to ``device``: buffers, metrics, and parameters that are not sharded."""
     for parameter in root.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
@@ -56,7 +56,7 @@ def synchronise_batch_norm(module: nn.Module, layer_sync: Any, device: torch.dev
 
     Args:
         module: Module whose layers are replaced.
-        layer_sync: Lightning's plugin that replaces layers. None does nothing.
+        layer_sync: Lightning's plugin that replaces layers. If it is None, no layers are replaced.
         device: This rank's device.
 
     Raises:

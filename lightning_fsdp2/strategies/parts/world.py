@@ -34,7 +34,7 @@ class World:
         sizes: Sizes of the mesh, resolved for the number of ranks. The strategy sets this before :meth:`start`.
         hosts: Host names of all ranks, in rank order.
         control_group: CPU group of all ranks, for messages that must not use the accelerator or mix with the
-            collectives of a step. None before :meth:`start`, and in a simulation.
+            collectives of a step. None before :meth:`start`, and while :mod:`lightning_fsdp2.plan` simulates a run.
         data_group: Group of the ranks that read different data and hold the same part of each sequence and layer.
         loss_group: Group of the ranks whose losses add up to the loss of a step.
         replica_group: Group of the ranks that read the same batch.
@@ -68,7 +68,10 @@ class World:
         self.hosts = gather_objects(platform.node(), self.control_group)
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:
-        """Set the device mesh, which must have all axes, and look up this rank's process groups in it."""
+        """Set the run's device mesh, and look up this rank's process groups in it.
+
+        ``mesh`` is a mesh from :func:`~lightning_fsdp2.create_device_mesh`, not a submesh of it.
+        """
         self._mesh = mesh
         # cache the groups, since slicing a mesh is slow with many ranks
         self.data_group = get_mesh(mesh, DATA_PARALLEL).get_group()
@@ -82,7 +85,7 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh with all axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
+        """The run's device mesh with all of its axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
         if self._mesh is None:
             raise RuntimeError("The strategy has no device mesh yet: the Trainer creates it in `setup`.")
         return self._mesh
@@ -117,7 +120,7 @@ class World:
     # ------------------------------------------------------------------ collectives
 
     def wait(self) -> None:
-        """Wait until all ranks have called this. Return at once before :meth:`start`, and in a simulation."""
+        """Wait until all ranks have called this. Return at once if :attr:`control_group` is None."""
         if self.control_group is not None:
             dist.barrier(group=self.control_group)
 

@@ -470,7 +470,7 @@ def make_recurrent() -> nn.Module:
             lambda model: model(**make_batch()),
             "has a layer, LlamaDecoderLayer, that calls no attention",
         ),
-        (make_registering, lambda model: model(**make_batch()), "attends from 9 to 9 positions"),
+        (make_registering, lambda model: model(**make_batch()), "has 9 queries and 9 keys, but"),
         (make_roberta, lambda model: model(**make_batch()), "pass position_ids"),
         (partial(make_model, "doge"), lambda model: model(**make_batch()), "uses its attention mask as a tensor"),
     ],

@@ -1,9 +1,12 @@
 """Mixtures whose experts are distributed over ranks train as in one process, whatever computes the experts."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,14 +18,19 @@ from helpers.family_parity import measure_parity
 from helpers.oracle import assert_equal_gradients, whole
 from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.modules.experts import find_experts
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.data import fully_shard
 from lightning_fsdp2.parallel.expert import apply as expert_parallel
+from lightning_fsdp2.parallel.expert.checks import check_experts
+from lightning_fsdp2.parallel.expert.dispatch import AllToAll
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
@@ -58,8 +66,8 @@ def parallelize(model: nn.Module, **sizes: Any) -> Any:
     return FSDP2Manager(config, create_device_mesh(config, **sizes)).parallelize(model)
 
 
-def make_tokens(model: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
+def make_tokens(model: Any, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, model.config.vocab_size, (4, 8), generator=generator)
 
 
@@ -166,33 +174,111 @@ def test_gradients_are_wrong_without(
         run_ranks(run, 4)
 
 
+def test_routing_weights_keep_the_dtype_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes: set[torch.dtype] = set()
+    combine = AllToAll.combine
+
+    def record(self: AllToAll, results: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        dtypes.add(weights.dtype)
+        return combine(self, results, weights, handle)
+
+    monkeypatch.setattr(AllToAll, "combine", record)
+
+    def run() -> set[torch.dtype]:
+        model = make_mixture("deepseek_v3")
+        tokens = make_tokens(model)
+        config = FSDP2Config()  # computes in bfloat16
+        FSDP2Manager(config, create_device_mesh(config, ep_size=2)).parallelize(model)(input_ids=tokens)
+        return dtypes
+
+    assert run_ranks(run, 2) == [{torch.float32}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (1, 1, 4)])
+def test_a_mesh_of_experts_from_elsewhere_has_the_gradients_of_one_process(shape: tuple[int, ...]) -> None:
+    def run() -> None:
+        model = make_mixture()
+        reference, tokens = copy.deepcopy(model), make_tokens(model)
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy())
+        moe_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "ep_shard", "ep"))
+        mesh = create_device_mesh(config, dp_replicate_size=shape[0])
+        sharded = FSDP2Manager(config, mesh, moe_mesh=moe_mesh).parallelize(model)
+        own = compute_gradients(sharded, tokens.chunk(4)[dist.get_rank()])
+        assert_equal_gradients(own, compute_gradients(reference, tokens))
+
+    run_ranks(run, 4)
+
+
+class CountingDispatcher(AllToAll):
+    """An exchange of a user's own."""
+
+    calls = 0
+
+    def dispatch(self, hidden: Tensor, indices: Tensor) -> Any:
+        CountingDispatcher.calls += 1
+        return super().dispatch(hidden, indices)
+
+
+def test_another_dispatcher_takes_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = partial(expert_parallel.apply_expert_parallel, build_dispatcher=CountingDispatcher)
+    monkeypatch.setattr("lightning_fsdp2.recipes.fsdp2.apply_expert_parallel", apply)
+
+    def run() -> None:
+        model = make_mixture()
+        layers = len(find_experts(model.modules()))
+        compare_with_one_process(model, ep_size=2)
+        assert CountingDispatcher.calls == layers
+
+    run_ranks(run, 2)
+
+
 # ---------------------------------------------------------------------- what a step sends and a rank holds
 
 
-def count_step(checkpointing: bool | str = False, **sizes: int) -> tuple[dict[str, int], int, int]:
-    """Return the collectives of a step by kind, the number of mixture layers, and the waits for the device."""
-    model = make_mixture()
+@contextmanager
+def count_lists() -> Iterator[list[int]]:
+    """Count the tensors that the host reads as a list. ``StepCounter`` counts the ones that it reads otherwise."""
+    count = [0]
+
+    def tolist(tensor: Tensor) -> Any:
+        count[0] += 1
+        return torch._C.TensorBase.tolist(tensor)
+
+    with patch.object(Tensor, "tolist", tolist):
+        yield count
+
+
+def count_step(
+    checkpointing: bool | str = False, family: str = "mixtral", **sizes: int
+) -> tuple[dict[str, int], int, int]:
+    """Return the collectives of a step by kind, the number of mixture layers, and the waits of the host."""
+    model = make_mixture(implementation="grouped_mm")  # the others read routing on the host
     layers = len(find_experts(model.modules()))
     config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), activation_checkpointing=checkpointing)
     sharded: Any = FSDP2Manager(config, create_device_mesh(config, **sizes)).parallelize(model)
     tokens = make_tokens(model)[:1]
     compute_gradients(sharded, tokens)  # the first forward also sets FSDP2 up
-    with StepCounter() as counter:
+    with StepCounter() as counter, count_lists() as lists:
         sharded(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    return dict(counter.collectives), layers, counter.host_syncs
+    return dict(counter.collectives), layers, counter.host_syncs + lists[0]
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "exchanges"),
+    ("checkpointing", "exchanges", "forwards"),
     [
-        (False, 1 + 4),
-        pytest.param("full", 2 + 6, marks=pytest.mark.slow),
-        pytest.param("selective", 1 + 4, marks=pytest.mark.slow),
+        (False, 1 + 4, 1),
+        pytest.param("full", 2 + 6, 2, marks=pytest.mark.slow),
+        pytest.param("selective", 1 + 4, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_exchanges_rows_twice_each_way(checkpointing: bool | str, exchanges: int) -> None:
-    for collectives, layers, _ in run_ranks(lambda: count_step(checkpointing, ep_size=2), 2):
+def test_a_layer_exchanges_rows_twice_each_way_and_waits_once_per_forward(
+    checkpointing: bool | str, exchanges: int, forwards: int
+) -> None:
+    _, _, other_waits = run_ranks(lambda: count_step(checkpointing, ep_size=1), 2)[0]
+    for collectives, layers, waits in run_ranks(lambda: count_step(checkpointing, ep_size=2), 2):
         assert collectives["all_to_all"] == exchanges * layers
+        assert waits - other_waits == forwards * layers
 
 
 @pytest.mark.slow
@@ -214,6 +300,31 @@ def test_a_rank_holds_as_much_as_without_expert_parallelism() -> None:
         assert run_ranks(lambda sizes=sizes: count(**sizes), 4) == run_ranks(count, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_compiled_layers_exchange_tokens_outside_of_their_graphs(
+    implementation: str, compile_without_code: None
+) -> None:
+    def run() -> list[int]:
+        model = make_mixture("qwen3_moe", implementation)
+        reference = copy.deepcopy(model)
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), enable_compile=True)
+        sharded = FSDP2Manager(config, create_device_mesh(config, ep_size=2)).parallelize(model)
+        graphs = []
+        for step in range(4):  # other tokens, and so other numbers of rows, in each step
+            tokens = make_tokens(model, seed=step)
+            own = compute_gradients(sharded, tokens.chunk(2)[dist.get_rank()])
+            assert_equal_gradients(own, compute_gradients(reference, tokens))
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert not any("_local_scalar_dense" in reason for reason in counters["graph_break"])
+        return graphs
+
+    for graphs in run_ranks(run, 2):
+        assert graphs[1] == graphs[-1], "numbers of rows are dynamic after the second step"
+        # of one kind of layers: attention and router, experts, the rest, what is between hooks; and the loss
+        assert graphs[-1] <= (9 if implementation == "grouped_mm" else 15)
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -227,6 +338,11 @@ def shard_experts(model: Any) -> None:
 def quantise(model: Any) -> None:
     for experts in find_experts(model.modules()):
         experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.int8), requires_grad=False)
+
+
+def mix_dtypes(model: Any) -> None:
+    for experts in find_experts(model.modules()):
+        experts.down_proj = nn.Parameter(experts.down_proj.detach().bfloat16())
 
 
 def adapt(model: Any) -> None:
@@ -257,10 +373,11 @@ def test_adapters_of_attention_have_the_gradients_of_one_process() -> None:
         ("llama", None, {"ep_size": 2}, "ep_size=2 needs a mixture of experts, but LlamaForCausalLM has no packed"),
         ("llama4_text", None, {"ep_size": 2}, "ep_size=2 is not possible for Llama4.*every token"),
         ("longcat_flash", None, {"ep_size": 2}, "ep_size=2 is not possible for Longcat.*return their input"),
-        ("mixtral", None, {"ep_size": 3}, r"ep_size=3 does not divide the 4 experts of .*; use one of \[1, 2, 4\]"),
+        ("mixtral", None, {"ep_size": 3}, r"ep_size=3 does not divide the 4 experts of .*; use one of \[1\]"),
         ("qwen3_moe", adapt, {"ep_size": 2}, "ep_size=2 does not support adapters on the weights of experts"),
         ("mixtral", quantise, {"ep_size": 2}, "down_proj is quantised .*int8"),
         ("mixtral", shard_experts, {"ep_size": 2}, "gate_up_proj is a DTensor already"),
+        ("mixtral", mix_dtypes, {"ep_size": 2}, r"one dtype .*gate_up_proj \(.*float32\).*down_proj \(.*bfloat16\)"),
     ],
 )
 def test_what_cannot_be_distributed_is_refused(
@@ -274,6 +391,44 @@ def test_what_cannot_be_distributed_is_refused(
             parallelize(model, **sizes)
 
     run_ranks(run, sizes["ep_size"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 2, "shards": 7}, r"gate_up_proj cannot be sharded.* shape \(2, .* divisible by 7, the number"),
+        ({"ranks": 8, "shards": 2}, r"ep_size=8 does not divide the 4 experts .*; use one of \[1, 2, 4\]"),
+        ({"reduce_dtype": torch.float16}, "reduce_dtype=torch.float16: .* of this dtype twice. Use float32 or"),
+    ],
+)
+def test_a_model_is_checked_before_it_is_changed(options: dict[str, Any], message: str) -> None:
+    structure = find_structure(make_family_model("mixtral"))
+    with pytest.raises(ValueError, match=message):
+        check_experts(structure, **{"ranks": 2, "shards": 1, "reduce_dtype": torch.float32, **options})
+
+
+def test_compiled_layers_that_torch_would_recompute_differently_are_refused() -> None:
+    def run() -> None:
+        config = FSDP2Config(enable_compile=True, activation_checkpointing="full")
+        with pytest.raises(ValueError, match=r"ep_size=2: in backward, .*'selective', or sequence_parallel=True"):
+            FSDP2Manager(config, create_device_mesh(config, ep_size=2, tp_size=2)).parallelize(make_mixture())
+
+    run_ranks(run, 2)
+
+
+def test_a_frozen_model_with_other_experts_stands_beside_a_mixture() -> None:
+    models = nn.ModuleList([make_family_model("mixtral"), make_family_model("llama4_text").requires_grad_(False)])
+    check_experts(find_structure(models), ranks=2, shards=1, reduce_dtype=torch.float32)
+
+
+def test_experts_cannot_be_resharded_to_more_ranks_than_hold_them() -> None:
+    def run() -> None:
+        config = FSDP2Config(reshard_after_forward=4)
+        with pytest.raises(ValueError, match="reshard_after_forward=4 does not divide the 2 ranks that experts are"):
+            FSDP2Manager(config, create_device_mesh(config, ep_size=2)).parallelize(make_mixture())
+        FSDP2Manager(config, create_device_mesh(config, ep_size=4)).parallelize(make_mixture())
+
+    run_ranks(run, 4)
 
 
 @pytest.mark.parametrize(

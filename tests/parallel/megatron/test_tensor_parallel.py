@@ -329,7 +329,7 @@ def test_weights_may_be_renamed(attribute: str, where: str, tp_size: int, tmp_pa
         (
             "shape '[-1, 3, 4, 4]' is invalid for input of size 320",
             ValueError,
-            "over 2 data parallel ranks: .*within a row",
+            "over 2 data parallel ranks: .*in the middle of a row",
         ),
     ],
     ids=["any", "rows"],

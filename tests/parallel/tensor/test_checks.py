@@ -312,7 +312,8 @@ def test_a_model_s_own_plan_that_fits_none_of_its_layers_is_refused() -> None:
         model = make_rough_model(LLAMA)
         model._tp_plan = {"model.blocks.*.mlp.up_proj": "colwise", "lm_head": "colwise_gather_output"}
         message = (
-            r"tp_size: the tensor parallel plan of LlamaForCausalLM shards nothing in its layers: it names 'model\.b"
+            r"tp_size: the tensor parallel plan of LlamaForCausalLM shards nothing in the model's layers\. For example,"
+            r" the plan names 'model\.b"
         )
         with refuse(model, ValueError, message):
             apply_tensor_parallel(find_structure(model), make_mesh())

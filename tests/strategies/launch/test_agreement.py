@@ -179,8 +179,8 @@ def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path) -
     for message in run_ranks(run, 2):
         assert message == (
             f"ModelCheckpoint(dirpath='{folder}/checkpoints'): all nodes must share the checkpoint folder, but a file"
-            " from rank 0 (node-0) does not appear on 1 (node-1). Choose a folder on a shared file system, or in an"
-            " object store."
+            " that rank 0 (node-0) wrote is not visible to ranks 1 (node-1). Choose a folder on a shared file system,"
+            " or in an object store."
         )
     assert list((folder / "checkpoints").iterdir()) == []
 

@@ -632,7 +632,9 @@ def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
         trainer.strategy.world.timeout = timedelta(seconds=2)
         fit(trainer)
 
-    explained = rf"wants to save a checkpoint, but not every rank got there.*rank {1 - rank} did not.*on all ranks"
+    explained = (
+        rf"wants to save a checkpoint, but not every rank reached this point.*rank {1 - rank} did not.*on all ranks"
+    )
     with pytest.raises(RankError, match=explained) as caught:
         run_ranks(run, WORLD, patience=0.5)
     assert caught.value.rank == rank

@@ -1,4 +1,4 @@
-"""Base class of tensor parallel styles, and styles that only place parameters and do not change the forward."""
+"""Base class of tensor parallel styles, and styles that only shard or replicate parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

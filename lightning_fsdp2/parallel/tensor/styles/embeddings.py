@@ -20,8 +20,8 @@ class VocabularyEmbedding(Style):
 
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
-        # only tokens in this rank's part of the vocabulary contribute to the gradients of other parameters, such as the
-        # weight of a norm, so these gradients are summands
+        # For the other parameters, such as the weight of a norm, each rank computes a partial gradient from the tokens
+        # in its part of the vocabulary. These partial gradients must be summed over the ranks.
         others = dict.fromkeys(get_slots(module.modules()), Layout(is_partial=True))
         return {**others, (module, "weight"): Layout(placement=Shard(0), is_uneven=True)}
 
@@ -54,7 +54,10 @@ class FeatureEmbedding(Style):
     def get_layouts(self, module: nn.Module, ranks: int) -> dict[Slot, Layout]:
         _check_embedding(self, module)
         if len(get_slots(module.modules())) > 1:
-            raise TypeError(f"{type(module).__name__} has parameters besides its weight, which need all features.")
+            raise TypeError(
+                f"{type(module).__name__} has other parameters besides its weight, and these need all features of the"
+                " embedding on every rank."
+            )
         return {(module, "weight"): Layout(placement=Shard(1), is_uneven=True)}
 
     def run(self, module: Any, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +65,7 @@ class FeatureEmbedding(Style):
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Return whether an embedding may treat certain token ids specially, since it has parameters besides its weight."""
+    """Return whether an embedding has parameters besides its weight, which may be for certain token ids only."""
     return isinstance(module, nn.Embedding) and any(name != "weight" for name in module._parameters)
 
 

@@ -18,6 +18,9 @@ class SummedResult(Style):
     This style is mainly for the experts of a mixture of experts. Each expert is sharded over all ranks, so every rank
     computes a summand for every token. The plan needs separate entries that shard the parameters, such as
     ``layers.*.mlp.experts.gate_up_proj``.
+
+    Under expert parallelism, no entries shard the parameters. Each rank then returns the results of its part of the
+    tokens, and zeros for the other tokens.
     """
 
     is_boundary: ClassVar[bool] = True

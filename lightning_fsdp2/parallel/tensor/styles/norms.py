@@ -31,7 +31,7 @@ class ShardedNorm(Style):
         return {(module, "weight"): Layout(placement=Shard(0))}
 
     def install(self, module: Any, scope: Scope) -> None:
-        if hasattr(module, "normalized_shape"):  # torch's own norm compares its input's shape with this attribute
+        if hasattr(module, "normalized_shape"):  # `nn.RMSNorm` compares the shape of its input with this attribute
             module.normalized_shape = (module.normalized_shape[0] // scope.group.size(),)
         super().install(module, scope)
 

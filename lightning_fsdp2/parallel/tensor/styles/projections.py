@@ -82,8 +82,8 @@ class ColumnWise(Style):
 class VocabularyHead(ColumnWise):
     """Style of an output head that can return its logits as a DTensor that is sharded over the vocabulary.
 
-    In a forward without gradients, the logits of a single position are gathered, because ``generate`` needs logits for
-    the whole vocabulary.
+    If a forward without gradients computes the logits of only one position, these are always gathered, because
+    ``generate`` needs logits for the whole vocabulary.
     """
 
     gather_output: bool = True
@@ -121,8 +121,8 @@ class RowWise(Style):
     def reduces(self) -> bool:  # type: ignore[override]
         """Whether every rank returns the whole sum of the ranks' results.
 
-        This is False if the output features are scattered, because the enclosing module then computes further with
-        them.
+        This is False if each rank returns only its share of the output features. The enclosing module then continues
+        with this share.
         """
         return not self.scatter_output
 
@@ -145,7 +145,7 @@ class RowWise(Style):
         inputs = split(args[0], -1, scope.group) if self.split_input else args[0]
         (linear,) = _get_base_linears(self, module)
         bias = linear._parameters.get("bias")
-        if bias is not None:  # remove the bias, because otherwise every rank would add it before the sum
+        if bias is not None:  # remove the bias, because the sum over the ranks would contain it once per rank
             zeros = bias.new_zeros(_get_output_size(linear))
             linear._parameters["bias"] = None if isinstance(linear, nn.Linear) else zeros
         try:
