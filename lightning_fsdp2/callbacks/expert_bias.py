@@ -41,16 +41,15 @@ class ExpertBias(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.teardown(trainer, pl_module, "fit")  # an earlier fit may have failed before it removed its hooks
-        counts = ExpertCounts(pl_module, trainer)
-        self._routers = [_find_router(pl_module, name) for name in counts.layers]
         if find_peft_models(pl_module):
             raise ValueError(
                 "ExpertBias changes the routers' bias, which the export of an adapter does not contain, but the module"
                 " trains adapters; remove the callback."
             )
+        self._counts = ExpertCounts(pl_module, trainer)
+        self._routers = [_find_router(pl_module, name) for name in self._counts.layers]
         # a checkpoint leaves out frozen parameters that pretrained files hold, but the files no longer hold these
         forget_loaded(pl_module, set(self._routers))
-        self._counts = counts
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._counts is None:

@@ -89,7 +89,8 @@ class CausalLM(LightningModule):
             loss. None means the coefficient in the model's config if this config has ``output_router_logits: true``,
             and 0 otherwise. The auxiliary loss of a micro-batch is computed over the tokens of all ranks, and added to
             the loss of every token with a label. It is logged as ``train/load_balance_loss``, without the coefficient,
-            and is not part of ``train/loss``.
+            and is not part of ``train/loss``. A subclass with its own ``training_step`` has to call the one of
+            ``CausalLM`` to get this loss.
 
     Raises:
         ImportError: When ``lora`` is given and peft is not installed.

@@ -308,8 +308,8 @@ def test_other_strategies_count_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_count_in_a_second_fit_too(compile_without_code: None) -> None:
-    MESHES["ep2, compiled"] = (2, {"ep_size": 2}, {"enable_compile": True})
+def test_compiled_layers_count_in_a_second_fit_too(compile_without_code: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MESHES, "ep2, compiled", (2, {"ep_size": 2}, {"enable_compile": True}))
 
     def run() -> None:
         module = make_module("qwen3_moe")

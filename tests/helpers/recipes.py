@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.expert_parallel import QWEN3_30B_A3B
 from helpers.async_on_cpu import fuse_on_cpu
 from helpers.compiler import needs_compiler
 from helpers.cuda_on_cpu import cuda_on_cpu
@@ -77,19 +78,9 @@ LLAMA_8B = 8_030_261_248
 LLAMA_70B = 70_553_706_496
 QWEN3_30B = 30_532_122_624
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
+QWEN3: dict[str, Any] = {
+    **QWEN3_30B_A3B,
     "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1.0e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
@@ -171,13 +162,13 @@ RECIPES = {
         QWEN3_30B,
         gpus=32,
         changes={"model.init_args.config": TINY_QWEN3_MOE},
-        architecture=QWEN3_30B_A3B,
+        architecture=QWEN3,
     ),
     "qwen3_30b_a3b_fsdp2_ep8": Recipe(
         QWEN3_30B,
         gpus=8,
         changes={"trainer.strategy.init_args.ep_size": 2, "model.init_args.config": TINY_QWEN3_MOE},
-        architecture=QWEN3_30B_A3B,
+        architecture=QWEN3,
     ),
     "deepseek_v3_fsdp2_tp2_sp_ep64": Recipe(
         671_026_404_352,
