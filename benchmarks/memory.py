@@ -179,8 +179,12 @@ def is_measurable(run: Run, variant: Variant) -> bool:
 
 
 def run_forked(function: Callable[[int], Any], ranks: int) -> list[Any]:
-    """Call ``function`` with each rank in a separate forked process, which need not import modules again."""
-    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
+    """Call ``function`` with each rank in a separate forked process, which need not import modules again.
+
+    Each process uses one thread, since the threads of OpenMP do not survive a fork, and waiting for them never ends.
+    """
+    options = {"mp_context": multiprocessing.get_context("fork"), "initializer": partial(torch.set_num_threads, 1)}
+    with ProcessPoolExecutor(ranks, **options) as pool:
         return list(pool.map(function, range(ranks)))
 
 

@@ -28,6 +28,13 @@ def _no_seed_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu_unless_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tests marked `gpu` see the machine's GPUs: for all others, ranks without one are what they are about."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture
 def compile_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers are traced, with their backward, but no code is generated for them; none was before."""

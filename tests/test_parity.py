@@ -21,7 +21,6 @@ SAMPLE = [
     ("dp2", "32-true", "llama"),
     ("dp3", "32-true", "gpt2"),
     ("dp2", "bf16-true", "gpt2"),
-    ("tp2+sp", "32-true", "llama"),
     ("dp2xtp2+sp+loss", "32-true", "llama"),
     ("cp2", "bf16-mixed", "llama"),
 ]

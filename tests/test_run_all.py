@@ -50,6 +50,7 @@ def run(folder: Path) -> tuple[int, list[str]]:
     return run_all.main(), sorted((folder / "ran").read_text().split())
 
 
+@pytest.mark.slow
 def test_a_change_runs_the_tests_that_can_reach_it(repository: Path) -> None:
     write(
         repository,

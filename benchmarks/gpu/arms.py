@@ -181,9 +181,17 @@ def run_model_parallel(workload: Workload, clock: Clock) -> None:
     run_trainer(workload, clock, module, ModelParallelStrategy(dist.get_world_size(), 1), precision="32-true")
 
 
+class ClippedByFSDP(Module):
+    """LightningModule for FSDPStrategy, which cannot clip gradients to a norm: only FSDP's outermost module can."""
+
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Clip with the method of the wrapped model."""
+        self.trainer.strategy.model.clip_grad_norm_(MAX_NORM)  # type: ignore[operator, union-attr]
+
+
 def run_lightning_fsdp(workload: Workload, clock: Clock) -> None:
     """Train under Lightning's FSDPStrategy, which uses the first version of FSDP."""
-    module = Module(workload.make_model(), make_optimizer, [])
+    module = ClippedByFSDP(workload.make_model(), make_optimizer, [])
     strategy = FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer})
     run_trainer(workload, clock, module, strategy, precision=workload.precision)
 

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
 from lightning_fsdp2.callbacks.throughput import Throughput
+from lightning_fsdp2.modules.sharder import can_unshard
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 
 _INITIAL_LOSS = "initial_loss"
@@ -28,7 +30,8 @@ class RunReport(Callback):
     Args:
         monitor: Name of the logged validation loss.
         prompt: Text that the model continues; None writes no sample. Writing a sample gathers the whole model on every
-            rank, and needs a data module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
+            rank, except under Megatron-FSDP, where each forward gathers one layer at a time. The sample needs a data
+            module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
         max_new_tokens: Largest number of tokens in the sample.
         temperature: Temperature of sampling; 0 takes the likeliest token each time.
     """
@@ -98,7 +101,9 @@ class RunReport(Callback):
         was_training = pl_module.training
         pl_module.eval()
         devices = [] if pl_module.device.type == "cpu" else [pl_module.device]
-        with torch.random.fork_rng(devices), torch.no_grad(), unshard_fsdp2_model(pl_module):
+        # otherwise each call gathers the weights for itself, which takes longer
+        gathered = unshard_fsdp2_model(pl_module) if can_unshard(pl_module) else nullcontext()
+        with torch.random.fork_rng(devices), torch.no_grad(), gathered:
             torch.manual_seed(0)
             output = pl_module.model.generate(
                 prompt,

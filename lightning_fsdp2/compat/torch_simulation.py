@@ -1,7 +1,7 @@
 """Access to private parts of torch that simulate many ranks in one process, or tensors without values."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 FakeTensorMode: Any = fake_tensor.FakeTensorMode
 """Mode in which tensors are fake: they have shapes and dtypes but no values. torch documents this private name."""
@@ -85,6 +86,23 @@ def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[
         observe(storage)
 
     with _replaced(torch.UntypedStorage, "resize_", resize_and_observe):
+        yield
+
+
+@contextmanager
+def observe_shape_propagation(get_block: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter the block of ``get_block`` around each operation that DTensor runs only to learn the shape of a result.
+
+    DTensor runs these operations on fake tensors with the shapes of whole tensors, which no rank ever allocates. A
+    dispatch mode sees them (torch 2.11 to 2.15), and torch does not say which operations they are.
+    """
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_in_block(*args: Any, **kwargs: Any) -> Any:
+        with get_block():
+            return propagate(*args, **kwargs)
+
+    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_in_block):
         yield
 
 

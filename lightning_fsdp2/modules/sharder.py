@@ -19,13 +19,8 @@ class Sharder(Protocol):
     name: str
     """Name of the sharder for error messages, as users know it."""
 
-    def check_can_unshard(self) -> None:
-        """Check that all weights can stay gathered for the duration of a ``with`` block.
-
-        Raises:
-            ValueError: If they cannot; the message says what to do instead.
-        """
-        ...
+    can_unshard: bool
+    """Whether all weights can stay gathered for the duration of a ``with`` block."""
 
     def defer_sync(self) -> AbstractContextManager[None]:
         """Skip gradient reduction inside the ``with`` block, which runs a micro-batch before the last one of a step."""
@@ -44,6 +39,11 @@ def set_sharder(module: nn.Module, sharder: Sharder) -> None:
 def get_optional_sharder(module: nn.Module) -> Sharder | None:
     """Return the sharder recorded on ``module``; None if the module is not sharded or is sharded by FSDP2."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def can_unshard(model: nn.Module) -> bool:
+    """Return whether all weights of ``model`` can stay gathered for the duration of a ``with`` block."""
+    return all(sharder.can_unshard for sharder in map(get_optional_sharder, model.modules()) if sharder is not None)
 
 
 def check_not_sharded(model: nn.Module) -> None:

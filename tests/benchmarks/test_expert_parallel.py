@@ -40,7 +40,8 @@ def plan(ep_size: int) -> RankPlan:
     return memory.plan(make_run(TINY, RANKS, ep_size, SIZES), VARIANT)
 
 
-@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep_size", [2, 4])
 def test_what_a_rank_sends(ep_size: int) -> None:
     alone, sent = count_sent(plan(1)), count_sent(plan(ep_size))
     # to the experts and back: in forward, in its recomputation, and in backward

@@ -36,8 +36,8 @@ def read_parts(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "parts",
     [
-        ["attention", "waits", "plan-8b", "parity"],
-        pytest.param(["tests", "plan-8b-tp", "plan-70b", "plan-30b-a3b"], marks=pytest.mark.slow),
+        ["attention", "waits"],
+        pytest.param(["plan-8b", "parity", "tests", "plan-8b-tp", "plan-70b", "plan-30b-a3b"], marks=pytest.mark.slow),
     ],
     ids=["usual", "rest"],
 )
@@ -55,8 +55,8 @@ def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        ["attention-kernels", "save", "trace"],
-        pytest.param(["baselines", "experts", "baselines-8b", "options", "offload"], marks=pytest.mark.slow),
+        ["attention-kernels", "trace"],
+        pytest.param(["save", "baselines", "experts", "baselines-8b", "options", "offload"], marks=pytest.mark.slow),
     ],
     ids=["usual", "rest"],
 )
@@ -214,6 +214,7 @@ def test_wrong_gradients_are_seen() -> None:
     assert parity_part.compare((1.0, {**right[1], "b": torch.full((2,), 2e-7)}), right)[1] == pytest.approx(2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
 def test_rows_of_megatron_fsdp_are_equal_with_a_stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = {name: layout for name, layout in parity_part.LAYOUTS.items() if layout.is_megatron}

@@ -4,6 +4,8 @@ import sys
 from functools import cache, partial
 
 import pytest
+import torch
+from helpers.ranks import run_ranks
 
 from benchmarks import memory
 from benchmarks.memory import VARIANTS, Run
@@ -93,3 +95,15 @@ def test_script(monkeypatch, capsys):
     assert [len(row.split("|")) for row in rows] == [14] * 3 + [8] * 4
     for row in rows[-2:]:
         assert float(row.split("|")[-2]) == pytest.approx(1, rel=0.05)
+
+
+def add_many(worker: int) -> float:
+    return torch.ones(4_000_000).add(1).abs().max().item()
+
+
+def test_forked_processes_do_not_wait_for_the_threads_of_their_parent() -> None:
+    def run() -> list[float]:
+        torch.set_num_threads(2)
+        return [add_many(0), *memory.run_forked(add_many, 2)]
+
+    assert run_ranks(run, 1, group=False, patience=20) == [[2, 2, 2]]

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from helpers.models import LLAMA
 from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -19,7 +20,9 @@ from lightning_fsdp2.callbacks import RunReport, Throughput
 from lightning_fsdp2.callbacks.run_report import _describe_resume, _get_raised_limits
 
 
-def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, list[float]]:
+def train(
+    folder: Path, ckpt_path: str | None, max_steps: int, kind: Kind = STRATEGIES["fsdp2"]
+) -> tuple[str, list[float]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -32,7 +35,7 @@ def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, lis
             losses.append(float(trainer.callback_metrics["val/loss"]))
 
     pl.seed_everything(1, verbose=False)
-    trainer = make_trainer(
+    trainer = kind.make_trainer(
         max_steps=max_steps,
         num_sanity_val_steps=-1,
         val_check_interval=2,
@@ -50,10 +53,14 @@ def train(folder: Path, ckpt_path: str | None, max_steps: int) -> tuple[str, lis
     return next((text for text in records if text.startswith("Training ended")), ""), losses
 
 
-def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
+def write_documents(folder: Path) -> None:
+    folder.mkdir()
     for index in range(12):
-        (tmp_path / "text" / f"{index}.txt").write_text(f"document {index} says {'again and again ' * 8}{index}")
+        (folder / f"{index}.txt").write_text(f"document {index} says {'again and again ' * 8}{index}")
+
+
+def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text")
     (report, losses), (other, _) = run_ranks(train, 2, tmp_path, None, 2)
     assert other == "", "every rank reported"
     assert "Training ended after 2 steps." in report
@@ -68,6 +75,14 @@ def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
     report, losses = run_ranks(train, 2, tmp_path, "last", 4)[0]
     assert losses, "no validation ran"
     assert f"(before training: {before:.3f})" in report
+
+
+def test_the_sample_of_any_strategy_is_the_same(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text")
+    reports = [kind.run(train, 2, tmp_path, None, 2, kind, group=False)[0][0] for kind in STRATEGIES.values()]
+    samples = {report.partition("A sample")[2] for report in reports}
+    assert len(samples) == 1
+    assert len(samples.pop()) > len(", continuing 'do':\ndo")
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "8"}

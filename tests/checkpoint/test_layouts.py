@@ -13,7 +13,6 @@ import lightning_fsdp2
 
 SAMPLE = [
     ("theirs", "dp2-tp2-sp"),
-    ("ddp2", "megatron-dp2-tp2"),
     ("megatron-dp2-tp2", "dp3"),
 ]
 

@@ -19,6 +19,13 @@ ACCELERATORS = ["cpu", pytest.param("gpu", marks=NEEDS_GPU)]
 class Watched(CausalLM):
     """Notes where its parameters and gradients are when the optimizer is about to step."""
 
+    def on_fit_start(self) -> None:
+        # random weights of a GPU are not those of the host
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.to_local().copy_(torch.randn(parameter.shape, generator=generator).mul_(0.02))
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
         self.devices = {p.device.type for p in self.parameters()} | {p.grad.device.type for p in self.parameters()}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_shard_dim
-from lightning_fsdp2.modules.sharder import get_optional_sharder
+from lightning_fsdp2.modules.sharder import can_unshard
 from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan
 from lightning_fsdp2.ranks.pieces import get_packed_placements
@@ -115,8 +115,11 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
             would shard the model again. Another RuntimeError is raised if a backward after the block needs weights
             that were gathered for the block.
     """
-    for sharder in filter(None, map(get_optional_sharder, model.modules())):
-        sharder.check_can_unshard()
+    if not can_unshard(model):
+        raise ValueError(
+            "unshard_fsdp2_model: Megatron-FSDP gathers weights only during its own calls. Call the module on all"
+            " ranks, or read a parameter on all ranks with lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
+        )
     # skip modules that an outer `unshard_fsdp2_model` block has gathered, so that they stay gathered after this block
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
     modules = [module for module in marked if isinstance(module, FSDPModule)]

@@ -53,6 +53,7 @@ class Driver:
     """
 
     name = "Megatron-FSDP"
+    can_unshard = False
 
     def __init__(self, wrapper: Any, lift: Lift | None = None) -> None:
         self.wrapper = wrapper
@@ -123,17 +124,6 @@ class Driver:
         self.install_distributed_parameters()
         module: nn.Module = self.wrapper.module
         return module
-
-    def check_can_unshard(self) -> None:
-        """Raise an error, because megatron-fsdp cannot keep weights gathered for the duration of a block.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "unshard_fsdp2_model: Megatron-FSDP gathers weights only during its own calls. Call the module on all"
-            " ranks, or read a parameter on all ranks with lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
-        )
 
     def _take_over_exchange(self) -> list[_Slot]:
         """Replace megatron-fsdp's methods that swap raw and distributed parameters, and return a slot per parameter.

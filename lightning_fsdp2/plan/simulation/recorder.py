@@ -6,8 +6,8 @@ exist.
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.torch import TorchDispatchMode, get_schema, is_traceable_wrapper_subclass_type, tree_leaves
-from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes
+from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes, observe_shape_propagation
 from lightning_fsdp2.plan.simulation.flops import get_optional_flop_formula
 from lightning_fsdp2.sizes import (
     CONTEXT_PARALLEL,
@@ -277,11 +277,13 @@ class StepRecorder(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}
         self._kinds: dict[Any, _OperationKind] = {}
         self._blocks = ExitStack()
+        self._is_paused = False
         self.times = 1
         """Number of times that the step runs the operations that are recorded next."""
 
     def __enter__(self) -> "StepRecorder":
         self._blocks.enter_context(observe_resizes(self._observe))
+        self._blocks.enter_context(observe_shape_propagation(self._pause))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -294,8 +296,8 @@ class StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = _get_tensors(result)
-        if results and results[0].device.type == "meta":
-            return result  # do not record operations on meta tensors: DTensor only needs the shapes of their results
+        if self._is_paused or (results and results[0].device.type == "meta"):
+            return result  # do not record operations of which only the shapes of the results are needed
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
         for tensor in results:
             allocation = self._observe(tensor.untyped_storage())
@@ -313,6 +315,14 @@ class StepRecorder(TorchDispatchMode):
                 self.label(args[0], UNSHARDED_GRADIENTS)
                 self.label([kwargs["out"]], COMMUNICATION_BUFFERS)
         return result
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
 
     @property
     def part(self) -> str:

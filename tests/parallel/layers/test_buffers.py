@@ -166,7 +166,8 @@ def make_sharded(make: Callable[[], nn.Module], mode: Any, *, compiles: bool) ->
     return FSDP2Manager(config, create_device_mesh(config)).parallelize(net)
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_shards_and_compiled_layers_have_them_too(mode: Any, compile_without_code: None) -> None:
     def run() -> None:
         for make, compiles in ((NORMS["batch norm"], True), (NORMS["batch norm"], False), (OwnMean, False)):

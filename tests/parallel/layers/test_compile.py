@@ -342,7 +342,7 @@ def watch_losses() -> Iterator[list[Any]]:
         yield graphs
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_loss_is_compiled_with_the_layers(ranks: int) -> None:
     def run() -> list[int]:
         flags = {"tp_size": ranks, "sequence_parallel": ranks > 1}

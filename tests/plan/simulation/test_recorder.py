@@ -3,9 +3,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.ranks import run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from lightning_fsdp2.compat.torch_simulation import simulate_world
 from lightning_fsdp2.plan.simulation.recorder import (
     ACTIVATIONS,
     COMMUNICATION_BUFFERS,
@@ -43,6 +47,23 @@ def test_what_forward_leaves_is_activations_and_what_is_as_wide_as_the_vocabular
     assert (LOGITS, logits.nbytes) in sizes
     assert sizes[-1] == (TEMPORARIES, 12)
     assert [name for _, name in recorder.get_recording().phases] == ["forward", "backward"]
+
+
+def test_tensors_of_which_dtensor_needs_only_the_shape_are_not_seen() -> None:
+    def run() -> list[int]:
+        with simulate_world(8):
+            mesh = init_device_mesh("cpu", (8,))
+            with FakeTensorMode():
+                shards = [DTensor.from_local(torch.zeros(4, 16), mesh, [Shard(0)]) for _ in range(2)]
+                with StepRecorder({}) as recorder:
+                    recorder.begin("optimizer")
+                    torch._foreach_mul_(shards, 2.0)
+                    roots = torch._foreach_sqrt(shards)
+                    del roots
+        return [change.bytes for change in recorder.get_recording().changes]
+
+    # the shards existed before, and each root is as large as a shard
+    assert run_ranks(run, 1, group=False) == [[256, 256, -256, -256]]
 
 
 def test_what_is_known_is_no_logits_whatever_its_size() -> None:
