@@ -27,7 +27,7 @@ from lightning_fsdp2.models.hugging_face import (
 )
 from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
-from lightning_fsdp2.models.router_loss import RouterLoss, check_coefficient, find_router_loss
+from lightning_fsdp2.models.router_loss import RouterLoss, check_coefficient, find_router_loss, record_router_logits
 from lightning_fsdp2.modules.structure import get_class_name, get_hf_models
 from lightning_fsdp2.parallel.context.apply import get_optional_sharding, shard_sequence, sum_over_positions
 from lightning_fsdp2.parallel.data.gradients import get_total_norm
@@ -146,9 +146,6 @@ class CausalLM(LightningModule):
         self.model = None
         self._logits_tail: LogitsTail | None = None
         self._router_loss: RouterLoss | None = None
-        self._router_logits: tuple[Tensor, ...] | None = None
-        self._collects_router_logits = False
-        # evaluation needs no router logits, and training only for the auxiliary loss, whatever the config says
         self._router_logits_by_default = getattr(self.hf_config.get_text_config(), "output_router_logits", False)
         self._evaluation_totals: Tensor | None = None
         self._optimizer = optimizer
@@ -235,25 +232,19 @@ class CausalLM(LightningModule):
         logits of its own positions; :func:`~lightning_fsdp2.parallel.context.apply.gather_sequence` collects the logits
         of all ranks.
         """
-        if self._collects_router_logits or self._router_logits_by_default:
-            inputs["output_router_logits"] = self._collects_router_logits
-        output = self.model(input_ids=input_ids, use_cache=False, **inputs)
-        if self._collects_router_logits:
-            self._router_logits = getattr(output, "router_logits", None)
-        return output.logits
+        if self._router_logits_by_default:
+            inputs["output_router_logits"] = False  # only training needs them, and gets them from the base model
+        return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 
     # ------------------------------------------------------------------ steps
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self._collects_router_logits = self._router_loss is not None
-        try:
+        if self._router_loss is None:
+            return reduce_token_losses(self, *self._compute_token_losses(batch))
+        with record_router_logits(self._router_loss.base_model) as recorded:
             losses, has_label = self._compute_token_losses(batch)
-        finally:
-            self._collects_router_logits = False
         loss = reduce_token_losses(self, losses, has_label)
-        if self._router_loss is not None:
-            loss = loss + self._compute_router_loss(self._router_loss, batch, has_label)
-        return loss
+        return loss + self._compute_router_loss(self._router_loss, recorded, batch, has_label)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._update_evaluation_loss(batch)
@@ -295,17 +286,18 @@ class CausalLM(LightningModule):
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
         return losses, labels != IGNORE_INDEX
 
-    def _compute_router_loss(self, router_loss: RouterLoss, batch: Batch, has_label: Tensor) -> Tensor:
-        """Return the auxiliary loss of the last forward, as a scalar to add to the loss of the micro-batch."""
-        logits, self._router_logits = self._router_logits, None
-        if logits is None:
+    def _compute_router_loss(
+        self, router_loss: RouterLoss, recorded: list[tuple[Tensor, ...]], batch: Batch, has_label: Tensor
+    ) -> Tensor:
+        """Return the auxiliary loss of the last recorded forward, as a scalar to add to the micro-batch's loss."""
+        if not recorded:
             raise ValueError(
                 f"router_aux_loss_coef={router_loss.coefficient}: the forward of {get_class_name(self.model)} returned"
                 " no router logits; use router_aux_loss_coef=0."
             )
         world = getattr(self.trainer.strategy, "world", None)  # only our strategies have it
         balance = compute_load_balance(
-            logits,
+            recorded[-1],
             router_loss.top_k,
             has_label.sum(),
             # with context parallelism, the model has refused a batch with padding

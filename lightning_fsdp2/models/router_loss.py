@@ -1,9 +1,11 @@
 """Auxiliary load-balance loss of the Hugging Face models that have one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fsdp2.modules.structure import get_class_name
 
@@ -20,6 +22,9 @@ class RouterLoss:
 
     top_k: int
     """Number of experts that each token is sent to."""
+
+    base_model: nn.Module
+    """Model without the head, which can return the logits of its routers."""
 
 
 def check_coefficient(coefficient: float | None) -> float | None:
@@ -58,7 +63,34 @@ def find_router_loss(model: Any, coefficient: float | None) -> RouterLoss | None
             " auxiliary load-balance loss, or one that is not the loss of Switch Transformer; use"
             " router_aux_loss_coef=0, or write a LightningModule that returns `model(...).loss`."
         )
-    return RouterLoss(coefficient=coefficient, top_k=top_k)
+    return RouterLoss(coefficient=coefficient, top_k=top_k, base_model=model.base_model)
+
+
+@contextmanager
+def record_router_logits(base_model: nn.Module) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Record the logits that the routers return in each forward of ``base_model`` inside the block.
+
+    Only the base model is asked for them. A model with a head would also compute transformers' auxiliary loss, during
+    which the host waits for a GPU in each layer.
+    """
+    recorded: list[tuple[Tensor, ...]] = []
+
+    def ask(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        return args, {**inputs, "output_router_logits": True}
+
+    def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if logits := getattr(output, "router_logits", None):
+            recorded.append(logits)
+
+    hooks = (
+        base_model.register_forward_pre_hook(ask, with_kwargs=True),
+        base_model.register_forward_hook(record),
+    )
+    try:
+        yield recorded
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _find(model: nn.Module, config: Any, name: str) -> Any:

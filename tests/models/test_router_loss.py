@@ -1,7 +1,7 @@
 """The auxiliary loss that keeps experts equally busy: of all tokens of a micro-batch, wherever they are computed."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from helpers.user_modules import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.models.router_loss import OTHER_LOSSES, find_router_loss
@@ -213,6 +214,20 @@ def test_the_loss_is_logged_without_its_coefficient() -> None:
     run_ranks(run, 2)
 
 
+def test_transformers_does_not_compute_its_own_loss_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the host would wait in each layer until the tokens of each expert are counted."""
+
+    def refuse(*args: Any) -> NoReturn:
+        raise AssertionError("The model computed its own auxiliary loss.")
+
+    def run() -> None:
+        monkeypatch.setattr(modeling_qwen3_moe, "load_balancing_loss_func", refuse)
+        loader = DataLoader(make_token_batches(1), batch_size=None)
+        make_trainer(FSDP2Strategy(), max_steps=1).fit(make_module("qwen3_moe"), loader)
+
+    run_ranks(run, 1, group=False)
+
+
 @pytest.mark.parametrize("coefficient", [0, 0.1])
 def test_router_logits_are_collected_only_for_the_loss(coefficient: float) -> None:
     """Whatever the config asks for, evaluation needs none; under context parallelism, it could not have padding."""
@@ -223,8 +238,8 @@ def test_router_logits_are_collected_only_for_the_loss(coefficient: float) -> No
         module = CausalLM(config=config.to_dict(), router_aux_loss_coef=coefficient)
         seen: list[Any] = []
         module.configure_model()
-        module.model.register_forward_pre_hook(
-            lambda model, args, kwargs: seen.append(kwargs["output_router_logits"]), with_kwargs=True
+        module.model.base_model.register_forward_hook(
+            lambda model, args, kwargs, output: seen.append(kwargs["output_router_logits"]), with_kwargs=True
         )
         loader = DataLoader(make_token_batches(2, ragged=False), batch_size=None)
         make_trainer(FSDP2Strategy(), max_steps=1, num_sanity_val_steps=1).fit(module, loader, loader)
