@@ -58,6 +58,7 @@ def test_what_a_rank_sends(ep_size: int) -> None:
     assert sent.get(("reduce-scatter", "efsdp"), 0) == REDUCED / RANKS * others
 
 
+@pytest.mark.slow
 def test_every_rank_holds_as_many_weights() -> None:
     assert plan(1).peak[WEIGHTS] == plan(2).peak[WEIGHTS]
 

@@ -77,9 +77,10 @@ def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
     assert f"(before training: {before:.3f})" in report
 
 
-def test_the_sample_of_any_strategy_is_the_same(tmp_path: Path) -> None:
+def test_a_sample_under_megatron_fsdp_is_that_under_fsdp2(tmp_path: Path) -> None:
     write_documents(tmp_path / "text")
-    reports = [kind.run(train, 2, tmp_path, None, 2, kind, group=False)[0][0] for kind in STRATEGIES.values()]
+    kinds = (STRATEGIES["fsdp2"], STRATEGIES["megatron_fsdp"])
+    reports = [kind.run(train, 2, tmp_path, None, 2, kind, group=False)[0][0] for kind in kinds]
     samples = {report.partition("A sample")[2] for report in reports}
     assert len(samples) == 1
     assert len(samples.pop()) > len(", continuing 'do':\ndo")

@@ -297,7 +297,7 @@ class StepRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = _get_tensors(result)
         if self._is_paused or (results and results[0].device.type == "meta"):
-            return result  # do not record operations of which only the shapes of the results are needed
+            return result  # do not record this operation: DTensor only needs the shape of its result
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _OperationKind(func))
         for tensor in results:
             allocation = self._observe(tensor.untyped_storage())
