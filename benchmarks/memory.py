@@ -178,13 +178,14 @@ def is_measurable(run: Run, variant: Variant) -> bool:
     return run.tp_size > 1 or not variant.config.get("loss_parallel")
 
 
-def run_forked(function: Callable[[int], Any], ranks: int) -> list[Any]:
+def run_forked(function: Callable[[int], Any], ranks: int, *, threads: int = 1) -> list[Any]:
     """Call ``function`` with each rank in a separate forked process, which need not import modules again.
 
-    Each process uses one thread, since the threads of OpenMP do not survive a fork, and waiting for them never ends.
+    A forked process has none of its parent's OpenMP threads. If the parent has started some, a process that uses more
+    than one thread would wait for them forever.
     """
-    options = {"mp_context": multiprocessing.get_context("fork"), "initializer": partial(torch.set_num_threads, 1)}
-    with ProcessPoolExecutor(ranks, **options) as pool:
+    set_threads = partial(torch.set_num_threads, threads)
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork"), set_threads) as pool:
         return list(pool.map(function, range(ranks)))
 
 

@@ -30,7 +30,7 @@ def _no_seed_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_gpu_unless_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tests marked `gpu` see the machine's GPUs: for all others, ranks without one are what they are about."""
+    """Hide the machine's GPUs from tests that are not marked `gpu`, because those tests are about ranks on CPUs."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 

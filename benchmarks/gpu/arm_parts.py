@@ -1,6 +1,7 @@
 """Parts that compare trainings ("arms") in turns: tokens per second, utilisation, memory and ratios of times."""
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -92,7 +93,8 @@ def take_turns(arms: Mapping[str, Arm], workload: Workload, rounds: int) -> Iter
     for number in range(rounds):
         for name in order([name for name in readings if name not in errors], number):
             try:
-                readings[name] += run_forked(partial(read_arm, arms[name], workload), 1)
+                # the offloaded optimizer uses all cores; this process has started no thread that an arm could wait for
+                readings[name] += run_forked(partial(read_arm, arms[name], workload), 1, threads=os.cpu_count() or 1)
             except Exception as error:
                 errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             yield [build_table(readings, workload, errors | dict.fromkeys(left_out, "needs CUDA"))]

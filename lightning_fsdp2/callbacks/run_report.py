@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
 from lightning_fsdp2.callbacks.throughput import Throughput
-from lightning_fsdp2.modules.sharder import can_unshard
+from lightning_fsdp2.modules.sharder import find_optional_call_sharder
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 
 _INITIAL_LOSS = "initial_loss"
@@ -101,8 +101,9 @@ class RunReport(Callback):
         was_training = pl_module.training
         pl_module.eval()
         devices = [] if pl_module.device.type == "cpu" else [pl_module.device]
-        # otherwise each call gathers the weights for itself, which takes longer
-        gathered = unshard_fsdp2_model(pl_module) if can_unshard(pl_module) else nullcontext()
+        # gather all weights once if possible, because otherwise each forward gathers each layer again
+        can_gather = find_optional_call_sharder(pl_module) is None
+        gathered = unshard_fsdp2_model(pl_module) if can_gather else nullcontext()
         with torch.random.fork_rng(devices), torch.no_grad(), gathered:
             torch.manual_seed(0)
             output = pl_module.model.generate(
@@ -112,6 +113,7 @@ class RunReport(Callback):
                 do_sample=self.temperature > 0,
                 temperature=self.temperature or None,
                 pad_token_id=tokenizer.eos_token_id,
+                synced_gpus=trainer.world_size > 1,  # forwards communicate, so no rank may stop before the others
             )
         pl_module.train(was_training)
         return tokenizer.decode(output[0], skip_special_tokens=True)

@@ -90,7 +90,7 @@ def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[
 
 
 @contextmanager
-def observe_shape_propagation(get_block: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def surround_shape_propagation(get_block: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter the block of ``get_block`` around each operation that DTensor runs only to learn the shape of a result.
 
     DTensor runs these operations on fake tensors with the shapes of whole tensors, which no rank ever allocates. A

@@ -41,6 +41,7 @@ from lightning_fsdp2.parallel.loss.token_mean import (
     apply_token_mean_,
     reduce_token_losses,
 )
+from lightning_fsdp2.ranks.collectives import gather_for_ranks
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -292,16 +293,19 @@ class CausalLM(LightningModule):
         """Return the auxiliary loss of the last recorded forward, as a scalar to add to the micro-batch's loss."""
         if not recorded:
             raise ValueError(
-                f"router_aux_loss_coef={router_loss.coefficient}: the forward of {get_class_name(self.model)} returned"
-                " no router logits; use router_aux_loss_coef=0."
+                f"router_aux_loss_coef={router_loss.coefficient}: the forward of"
+                f" {get_class_name(router_loss.base_model)} returned no router logits; use router_aux_loss_coef=0."
             )
+        mask, sharding = batch.get("attention_mask"), get_optional_sharding(self.model)
+        if mask is not None and sharding is not None:
+            # the rows of the logits are those of all context parallel ranks, one rank after the other
+            mask = gather_for_ranks(sharding.shard(mask, 1).flatten(), 0, sharding.group)
         world = getattr(self.trainer.strategy, "world", None)  # only our strategies have it
         balance = compute_load_balance(
             recorded[-1],
             router_loss.top_k,
             has_label.sum(),
-            # with context parallelism, the model has refused a batch with padding
-            attention_mask=None if get_optional_sharding(self.model) is not None else batch.get("attention_mask"),
+            attention_mask=mask,
             group=_get_world_group() if world is None else world.loss_group,
         )
         return add_load_balance(self, balance, router_loss.coefficient)

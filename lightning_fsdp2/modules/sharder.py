@@ -41,9 +41,10 @@ def get_optional_sharder(module: nn.Module) -> Sharder | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def can_unshard(model: nn.Module) -> bool:
-    """Return whether all weights of ``model`` can stay gathered for the duration of a ``with`` block."""
-    return all(sharder.can_unshard for sharder in map(get_optional_sharder, model.modules()) if sharder is not None)
+def find_optional_call_sharder(model: nn.Module) -> Sharder | None:
+    """Return the sharder in ``model`` that gathers weights only during a module's own calls; None if there is none."""
+    sharders = (get_optional_sharder(module) for module in model.modules())
+    return next((sharder for sharder in sharders if sharder is not None and not sharder.can_unshard), None)
 
 
 def check_not_sharded(model: nn.Module) -> None:

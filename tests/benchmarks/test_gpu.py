@@ -180,7 +180,6 @@ def test_a_part_that_dies_is_a_failure(tmp_path: Path) -> None:
     assert found["dying"]["reason"] == "its process died (exit code 3)"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
 def test_a_part_for_gpus_alone_is_left_out(tmp_path: Path) -> None:
     succeeded, found = run_toys([part("cuda", toy=1, real=1, needs_cuda=True)(good.run)], tmp_path)
     assert succeeded
@@ -215,7 +214,6 @@ def test_wrong_gradients_are_seen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
 def test_rows_of_megatron_fsdp_are_equal_with_a_stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = {name: layout for name, layout in parity_part.LAYOUTS.items() if layout.is_megatron}
     monkeypatch.setattr(parity_part, "LAYOUTS", layouts)

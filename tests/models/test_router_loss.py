@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy
-from lightning_fsdp2.models.router_loss import OTHER_LOSSES, find_router_loss
+from lightning_fsdp2.models.router_loss import OTHER_LOSSES, find_router_loss, record_router_logits
 from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance
 
 COEFFICIENT = 0.5
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_one_process(mesh: str, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2", "ep2", "tp2"])
+@pytest.mark.parametrize("mesh", ["dp2", "ep2", "tp2", "cp2"])
 @pytest.mark.parametrize("options", [{"is_padded": True}, {"loss": "chunked"}], ids=str)
 def test_padding_is_left_out_and_chunks_are_equal(mesh: str, options: dict[str, Any]) -> None:
     run_ranks(check_parity, MESHES[mesh][0], make_case(mesh, "qwen3_moe", **options))
@@ -115,7 +115,6 @@ def test_padding_is_left_out_and_chunks_are_equal(mesh: str, options: dict[str, 
 
 @pytest.mark.slow
 def test_a_mask_without_padding_and_a_model_in_evaluation_mode_change_nothing() -> None:
-    """Under context parallelism, padding is refused; a mask of ones is not."""
     case = make_case("cp2", "qwen3_moe")
     for batch in case.batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -158,6 +157,9 @@ def test_the_loss_is_that_of_transformers(family: str) -> None:
     )
     torch.testing.assert_close(actual.loss, output.aux_loss.double(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(actual.loss, actual.summand)
+    with torch.no_grad(), record_router_logits(loss.base_model) as recorded:
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    torch.testing.assert_close(recorded, [output.router_logits])
 
 
 @pytest.mark.parametrize(
@@ -230,19 +232,24 @@ def test_transformers_does_not_compute_its_own_loss_too(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("coefficient", [0, 0.1])
 def test_router_logits_are_collected_only_for_the_loss(coefficient: float) -> None:
-    """Whatever the config asks for, evaluation needs none; under context parallelism, it could not have padding."""
+    """Evaluation needs none, and transformers' own loss would make a GPU wait, whatever the config asks for."""
     config = make_family_config("qwen3_moe")
     config.update({"output_router_logits": True})
 
     def run() -> list[Any]:
         module = CausalLM(config=config.to_dict(), router_aux_loss_coef=coefficient)
         seen: list[Any] = []
+        of_head: list[Any] = []
         module.configure_model()
         module.model.base_model.register_forward_hook(
             lambda model, args, kwargs, output: seen.append(kwargs["output_router_logits"]), with_kwargs=True
         )
+        module.model.register_forward_pre_hook(
+            lambda model, args, kwargs: of_head.append(kwargs["output_router_logits"]), with_kwargs=True
+        )
         loader = DataLoader(make_token_batches(2, ragged=False), batch_size=None)
         make_trainer(FSDP2Strategy(), max_steps=1, num_sanity_val_steps=1).fit(module, loader, loader)
+        assert not any(of_head)
         return seen
 
     for seen in run_ranks(run, 2):

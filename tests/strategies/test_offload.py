@@ -17,10 +17,10 @@ ACCELERATORS = ["cpu", pytest.param("gpu", marks=NEEDS_GPU)]
 
 
 class Watched(CausalLM):
-    """Notes where its parameters and gradients are when the optimizer is about to step."""
+    """Starts from weights drawn on the host, and notes where parameters and gradients are before each step."""
 
     def on_fit_start(self) -> None:
-        # random weights of a GPU are not those of the host
+        # a GPU draws other random weights than the host
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():

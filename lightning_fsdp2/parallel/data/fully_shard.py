@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_shard_dim
-from lightning_fsdp2.modules.sharder import can_unshard
+from lightning_fsdp2.modules.sharder import find_optional_call_sharder
 from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan
 from lightning_fsdp2.ranks.pieces import get_packed_placements
@@ -110,14 +110,14 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     and each rank holds only its own part of the parameters that tensor or expert parallelism distributes.
 
     Raises:
-        ValueError: If Megatron-FSDP shards the model.
+        ValueError: If Megatron-FSDP shards the model, since it gathers weights only during a module's own calls.
         RuntimeError: If ``state_dict`` is called inside the block: a state dict is made of shards, and building it
             would shard the model again. Another RuntimeError is raised if a backward after the block needs weights
             that were gathered for the block.
     """
-    if not can_unshard(model):
+    if (sharder := find_optional_call_sharder(model)) is not None:
         raise ValueError(
-            "unshard_fsdp2_model: Megatron-FSDP gathers weights only during its own calls. Call the module on all"
+            f"unshard_fsdp2_model: {sharder.name} gathers weights only during its own calls. Call the module on all"
             " ranks, or read a parameter on all ranks with lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
         )
     # skip modules that an outer `unshard_fsdp2_model` block has gathered, so that they stay gathered after this block

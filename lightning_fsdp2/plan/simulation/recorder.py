@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.torch import TorchDispatchMode, get_schema, is_traceable_wrapper_subclass_type, tree_leaves
-from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes, observe_shape_propagation
+from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes, surround_shape_propagation
 from lightning_fsdp2.plan.simulation.flops import get_optional_flop_formula
 from lightning_fsdp2.sizes import (
     CONTEXT_PARALLEL,
@@ -283,7 +283,7 @@ class StepRecorder(TorchDispatchMode):
 
     def __enter__(self) -> "StepRecorder":
         self._blocks.enter_context(observe_resizes(self._observe))
-        self._blocks.enter_context(observe_shape_propagation(self._pause))
+        self._blocks.enter_context(surround_shape_propagation(self._pause))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
