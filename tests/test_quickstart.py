@@ -40,6 +40,6 @@ def get_initial_loss(folder: Path, arguments: str) -> str:
 def test_the_loss_before_training_is_that_of_one_process(
     arguments: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    assert len(CHANGES) == 4
+    assert len(CHANGES) == 3
     expected = get_initial_loss(tmp_path_factory.getbasetemp(), "--trainer.devices=1")
     assert get_initial_loss(tmp_path, arguments) == expected
