@@ -44,6 +44,8 @@ parity-oldest: venv ## The same with the oldest transformers that pyproject.toml
 	$(BIN)/python -m pip --python .venv-oldest/bin/python install -e '.[dev]' \
 		transformers==$(OLDEST_TRANSFORMERS).0 -c .venv-oldest/constraints.txt
 	.venv-oldest/bin/python tools/parity_matrix.py --output docs/parity-transformers-$(OLDEST_TRANSFORMERS).md
+	.venv-oldest/bin/python tools/parity_matrix.py --experts \
+		--output docs/parity-expert-parallel-transformers-$(OLDEST_TRANSFORMERS).md
 
 compatibility: venv ## Try every option of the Trainer under every strategy, write docs/compatibility.md
 	$(BIN)/python tools/compatibility.py --output docs/compatibility.md

@@ -91,7 +91,7 @@ def observe_resizes(observe: Callable[[torch.UntypedStorage], Any]) -> Iterator[
 
 @contextmanager
 def surround_shape_propagation(get_block: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter the block of ``get_block`` around each operation that DTensor runs only to learn the shape of a result.
+    """Enter the context that ``get_block`` returns around each operation that DTensor runs only for a result's shape.
 
     DTensor runs these operations on fake tensors with the shapes of whole tensors, which no rank ever allocates. A
     dispatch mode sees them (torch 2.11 to 2.15), and torch does not say which operations they are.

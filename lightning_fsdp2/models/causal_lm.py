@@ -234,7 +234,7 @@ class CausalLM(LightningModule):
         of all ranks.
         """
         if self._router_logits_by_default:
-            inputs["output_router_logits"] = False  # only training needs them, and gets them from the base model
+            inputs["output_router_logits"] = False  # only training needs router logits, from the base model alone
         return self.model(input_ids=input_ids, use_cache=False, **inputs).logits
 
     # ------------------------------------------------------------------ steps

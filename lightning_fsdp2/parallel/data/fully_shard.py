@@ -117,8 +117,9 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
     """
     if (sharder := find_optional_call_sharder(model)) is not None:
         raise ValueError(
-            f"unshard_fsdp2_model: {sharder.name} gathers weights only during its own calls. Call the module on all"
-            " ranks, or read a parameter on all ranks with lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
+            f"unshard_fsdp2_model: {sharder.name} gathers weights only while a module is called, so they cannot stay"
+            " gathered. Call the module on all ranks, or read a parameter on all ranks with"
+            " lightning_fsdp2.ranks.whole_tensors.gather(parameter)."
         )
     # skip modules that an outer `unshard_fsdp2_model` block has gathered, so that they stay gathered after this block
     marked = [module for module in model.modules() if not is_unsharded_by_user(module)]
