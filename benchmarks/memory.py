@@ -181,8 +181,8 @@ def is_measurable(run: Run, variant: Variant) -> bool:
 def run_forked(function: Callable[[int], Any], ranks: int, *, threads: int = 1) -> list[Any]:
     """Call ``function`` with each rank in a separate forked process, which need not import modules again.
 
-    A forked process has none of its parent's OpenMP threads. If the parent has started some, a process that uses more
-    than one thread would wait for them forever.
+    A forked process has none of its parent's OpenMP threads. If the parent has started some, a forked process with
+    more than one of ``threads`` would wait for them forever.
     """
     set_threads = partial(torch.set_num_threads, threads)
     with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork"), set_threads) as pool:
