@@ -35,9 +35,9 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Manager, FSDP2Strategy, clip_grad_norm_, create_device_mesh
 from lightning_fsdp2.mesh import get_mesh
-from lightning_fsdp2.parallel.expert.apply import assume_even_routing
 from lightning_fsdp2.parallel.loss.token_mean import apply_token_mean_
 from lightning_fsdp2.plan import RankPlan, plan_run
+from lightning_fsdp2.plan.simulation.even_routing import assume_even_routing
 from lightning_fsdp2.plan.simulation.recorder import CATEGORIES, OPTIMIZER_STATES, WEIGHTS
 from lightning_fsdp2.sizes import DP_CP
 

@@ -16,7 +16,8 @@ from benchmarks.gpu.parts import TOY, Table, get_device_type, part
 from benchmarks.gpu.shapes import QWEN3_30B_A3B, TINY_MIXTURE
 from lightning_fsdp2.compat.torch_simulation import simulate_world
 from lightning_fsdp2.modules.structure import find_structure
-from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel, assume_even_routing
+from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
+from lightning_fsdp2.plan.simulation.even_routing import assume_even_routing
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 """Values of ``experts_implementation``. The first is the default of transformers."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from lightning_fsdp2.modules.experts import find_experts, get_arguments, set_expert_mesh
 from lightning_fsdp2.modules.structure import ModelStructure
 from lightning_fsdp2.modules.wrapping import wrap_method
-from lightning_fsdp2.parallel.expert.dispatch import AllToAll, Dispatcher, EvenAllToAll
+from lightning_fsdp2.parallel.expert.dispatch import AllToAll, Dispatcher
 from lightning_fsdp2.parallel.tensor.parameters import (
     Layout,
     compute_with_local_parameters,
@@ -66,16 +66,10 @@ def apply_expert_parallel(
         set_expert_mesh(module, mesh)
 
 
-def assume_even_routing(model: nn.Module, *, load: int = 1) -> None:
-    """Make the experts of a simulated ``model`` assume that each rank sends equally many tokens to every rank.
-
-    The tensors of a simulation have no values, so the real numbers of tokens cannot be read. With ``load``, this rank
-    receives ``load`` times as many tokens as it sends.
-    """
-    for module in model.modules():
-        forward: ExpertParallelForward | None = module.__dict__.get(_FORWARD_ATTRIBUTE)
-        if forward is not None:
-            forward.dispatcher = EvenAllToAll(forward.dispatcher.num_experts, forward.dispatcher.group, load)
+def get_optional_expert_forward(module: nn.Module) -> "ExpertParallelForward | None":
+    """Return the wrapper around a module's forward; None if the module has no experts that are distributed."""
+    forward: ExpertParallelForward | None = module.__dict__.get(_FORWARD_ATTRIBUTE)
+    return forward
 
 
 class ExpertParallelForward:

@@ -10,12 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp2.compat.torch import all_to_all_tensor
+from lightning_fsdp2.compat.torch import all_to_all_tensor, assert_async
+from lightning_fsdp2.modules.kept_results import keep
 from lightning_fsdp2.ranks.collectives import exchange
+
+_OTHER_EXPERTS = (
+    "activation_checkpointing: when backward recomputed a layer, its router sent other numbers of tokens to the experts"
+    " than in the forward. Use activation_checkpointing=False, or a router that only depends on its inputs."
+)
 
 
 class Dispatcher(Protocol):
-    """Interface for exchanging tokens. A faster exchange, such as DeepEP, only has to implement these two methods."""
+    """Interface for exchanging tokens. A faster exchange, such as DeepEP, only has to implement these two methods.
+
+    A method that reads numbers on the host should do so inside :func:`~lightning_fsdp2.modules.kept_results.keep`.
+    Otherwise the host waits again when activation checkpointing recomputes the layer.
+    """
 
     num_experts: int
     """Number of experts on all ranks."""
@@ -66,7 +76,7 @@ class AllToAll:
     """Dispatcher that uses three all-to-alls: for the numbers of rows, for the rows, and for their results.
 
     The numbers of rows are copied to the host, because the all-to-alls of rows need them there. This is the only time
-    that the host waits for the device.
+    that the host waits for the device. If a layer is recomputed in backward, the numbers of its forward are used again.
 
     If a layer is compiled, the exchange stays outside its graphs, because a graph cannot contain code that reads
     values on the host.
@@ -106,11 +116,18 @@ class AllToAll:
         Returns:
             The expert of each row that this rank will receive [rows], counted from this rank's first expert, and the
             numbers of rows to send to and to receive from each rank.
+
+        Raises:
+            RuntimeError: When a layer is recomputed in backward, and an expert gets another number of this rank's rows
+                than in the layer's forward. On a GPU, this is a device-side assertion.
         """
         ranks = self.group.size()
-        received = all_to_all_tensor(counts, self.group).view(ranks, -1)
+        kept = keep(lambda: counts, is_operation=False)
+        # check in the forward, too, since selective checkpointing needs the same operations as in the recomputation
+        assert_async((kept == counts).all(), _OTHER_EXPERTS)
+        received = keep(lambda: all_to_all_tensor(counts, self.group)).view(ranks, -1)
         sums = torch.stack([counts.view(ranks, -1).sum(1), received.sum(1)])
-        rows_sent, rows_received = sums.tolist()
+        rows_sent, rows_received = keep(sums.tolist, is_operation=False)
         local = torch.arange(received.size(1), device=counts.device).repeat(ranks)
         experts = local.repeat_interleave(received.flatten(), output_size=sum(rows_received))
         return experts, rows_sent, rows_received
@@ -121,31 +138,3 @@ class AllToAll:
         returned = exchange(results, handle.received, handle.sent, self.group)
         rows = returned.new_zeros(weights.numel(), returned.size(-1)).index_copy(0, handle.order, returned)
         return (rows.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
-
-
-class EvenAllToAll(AllToAll):
-    """Dispatcher for simulations, which assumes that every rank sends equally many rows to every rank.
-
-    The tensors of a simulation have no values, so the real numbers of rows are unknown.
-
-    Args:
-        num_experts: See :class:`AllToAll`.
-        group: See :class:`AllToAll`.
-        load: Number of rows that this rank receives, as a multiple of the number that it sends.
-    """
-
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, load: int = 1) -> None:
-        super().__init__(num_experts, group)
-        self.load = load
-
-    def exchange_counts(self, counts: Tensor, rows: int) -> tuple[Tensor, list[int], list[int]]:
-        """Run the exchange of :meth:`AllToAll.exchange_counts`, but return an even split of the rows over the ranks.
-
-        The exchanged numbers are ignored, because tensors have no values in a simulation.
-        """
-        ranks = self.group.size()
-        all_to_all_tensor(counts, self.group)
-        sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        received = [self.load * number for number in sent]
-        experts = torch.arange(sum(received), device=counts.device) % (self.num_experts // ranks)
-        return experts, sent, received

@@ -24,6 +24,8 @@ from lightning_fsdp2.compat.torch import (
 )
 from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences, make_unpacked_contexts
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
+from lightning_fsdp2.modules.experts import get_optional_expert_mesh
+from lightning_fsdp2.modules.kept_results import make_keeping_contexts
 from lightning_fsdp2.modules.structure import ModelStructure
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
@@ -109,6 +111,8 @@ class _Checkpoint:
         self.layer, self.options, self.is_selective = layer, options, is_selective
         self.caches = CacheArguments(layer)
         self.buffers = LayerBuffers(layer)
+        self.exchanges_tokens = any(get_optional_expert_mesh(module) is not None for module in layer.modules())
+        """Whether experts in the layer are on other ranks."""
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._has_backward(*args, *kwargs.values()):
@@ -123,7 +127,16 @@ class _Checkpoint:
             # Run the deferred all-reduce of a PendingSum now, not inside the checkpoint. The recomputation finds saved
             # results by their order, which would be wrong if an all-reduce ran only in the original forward.
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
+        # torch cannot compile a checkpoint with an exchange, and would run it without the contexts added below
+        run = self._run_uncompiled if self.exchanges_tokens else self._run
+        return run(forward, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **self._get_options(), **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_uncompiled(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return self._run(forward, args, kwargs)
 
     def _get_options(self) -> dict[str, Any]:
         # compiled code needs none of the contexts added below, because its recomputation does not change buffers
@@ -131,6 +144,9 @@ class _Checkpoint:
             return self.options
         # gather first, so that the contexts added below do not observe the operations of gathering
         makers = [self._make_gathering_contexts] if self.inner_units else []
+        # selective checkpointing keeps the results of operations by itself
+        keeping = partial(make_keeping_contexts, of_operations=not self.is_selective)
+        makers += [keeping] if self.exchanges_tokens else []
         makers += [self.buffers.make_contexts] if self.buffers.has_any() else []
         makers += [make_unpacked_contexts] if assumes_unpacked_sequences() else []
         if not makers:

@@ -30,7 +30,7 @@ from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import get_mesh, get_views
 from lightning_fsdp2.modules.structure import find_structure, get_class_name
 from lightning_fsdp2.parallel.context.forward import assume_documents
-from lightning_fsdp2.parallel.expert.apply import assume_even_routing
+from lightning_fsdp2.plan.simulation.even_routing import assume_even_routing
 from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
 from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.plan.simulation.recorder import (

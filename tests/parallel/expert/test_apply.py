@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.compat.torch import is_in_backward
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.modules.experts import find_experts
 from lightning_fsdp2.modules.structure import find_structure
@@ -250,12 +251,14 @@ def count_lists() -> Iterator[list[int]]:
 
 
 def count_step(
-    checkpointing: bool | str = False, family: str = "mixtral", **sizes: int
+    checkpointing: bool | str = False, *, compiles: bool = False, **sizes: int
 ) -> tuple[dict[str, int], int, int]:
     """Return the collectives of a step by kind, the number of mixture layers, and the waits of the host."""
     model = make_mixture(implementation="grouped_mm")  # the others read routing on the host
     layers = len(find_experts(model.modules()))
-    config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), activation_checkpointing=checkpointing)
+    config = FSDP2Config(
+        mp_policy=MixedPrecisionPolicy(), activation_checkpointing=checkpointing, enable_compile=compiles
+    )
     sharded: Any = FSDP2Manager(config, create_device_mesh(config, **sizes)).parallelize(model)
     tokens = make_tokens(model)[:1]
     compute_gradients(sharded, tokens)  # the first forward also sets FSDP2 up
@@ -264,21 +267,47 @@ def count_step(
     return dict(counter.collectives), layers, counter.host_syncs + lists[0]
 
 
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("checkpointing", "exchanges", "forwards"),
+    ("checkpointing", "exchanges"),
     [
-        (False, 1 + 4, 1),
-        pytest.param("full", 2 + 6, 2, marks=pytest.mark.slow),
-        pytest.param("selective", 1 + 4, 2, marks=pytest.mark.slow),
+        (False, 1 + 4),
+        pytest.param("full", 1 + 6, marks=pytest.mark.slow),
+        pytest.param("selective", 1 + 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_exchanges_rows_twice_each_way_and_waits_once_per_forward(
-    checkpointing: bool | str, exchanges: int, forwards: int
+def test_a_layer_exchanges_rows_twice_each_way_and_waits_once(
+    checkpointing: bool | str, exchanges: int, compiles: bool, compile_without_code: None
 ) -> None:
-    _, _, other_waits = run_ranks(lambda: count_step(checkpointing, ep_size=1), 2)[0]
-    for collectives, layers, waits in run_ranks(lambda: count_step(checkpointing, ep_size=2), 2):
+    count = partial(count_step, checkpointing, compiles=compiles)
+    _, _, other_waits = run_ranks(lambda: count(ep_size=1), 2)[0]
+    for collectives, layers, waits in run_ranks(lambda: count(ep_size=2), 2):
         assert collectives["all_to_all"] == exchanges * layers
-        assert waits - other_waits == forwards * layers
+        assert waits - other_waits == layers
+
+
+@pytest.mark.parametrize("checkpointing", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_a_router_that_chooses_otherwise_in_the_recomputation_is_noticed(checkpointing: str) -> None:
+    def run() -> None:
+        model = make_mixture()
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), activation_checkpointing=checkpointing)
+        sharded: Any = FSDP2Manager(config, create_device_mesh(config, ep_size=2)).parallelize(model)
+
+        experts = model.config.num_local_experts
+
+        def choose_others(router: nn.Module, args: Any, output: Any) -> Any:
+            *others, indices = output
+            # computed in both passes, since selective checkpointing wants the same operations
+            changed = (indices + 1) % experts
+            return (*others, changed if is_in_backward() else indices)
+
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(choose_others)
+        with pytest.raises(RuntimeError, match="its router sent other numbers of tokens to the experts"):
+            compute_gradients(sharded, make_tokens(model)[:1])
+        dist.barrier()  # the other rank raises, too
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.slow
