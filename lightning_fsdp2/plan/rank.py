@@ -12,7 +12,13 @@ from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.config import DDPConfig
 from lightning_fsdp2.modules.experts import find_experts
 from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
-from lightning_fsdp2.plan.result import RankPlan, build_rank_plan, build_uneven_memory, without_offloaded
+from lightning_fsdp2.plan.result import (
+    RankPlan,
+    UnevenMemory,
+    build_rank_plan,
+    build_uneven_memory,
+    without_offloaded,
+)
 from lightning_fsdp2.plan.simulation.blocks import Summary, get_few, get_optional_repetition, shorten, summarize
 from lightning_fsdp2.plan.simulation.sharding import Description
 from lightning_fsdp2.plan.simulation.step import Simulation, describe_model, simulate
@@ -45,22 +51,20 @@ class Run:
     nodes: int
     device: Device
 
-    def plan_rank(self, knobs: Knobs, rank: int, load: int | None = None) -> PlannedRank:
-        """Simulate a rank. Call this in a separate process, since it changes the trainer and the module.
-
-        With ``load``, the plan also has the rank's memory if its experts get ``load`` times as many tokens as at even
-        routing.
-        """
-        batch, simulation = self._simulate(knobs, rank, load=load)
+    def plan_rank(self, knobs: Knobs, rank: int) -> PlannedRank:
+        """Simulate a rank. Call this in a separate process, since it changes the trainer and the module."""
+        batch, simulation = self._simulate(knobs, rank)
         overlapped = get_overlapped_axes(self.trainer.strategy.config)
         plan = build_rank_plan(rank, simulation.recording, self.device, overlapped_axes=overlapped)
-        if load is not None and simulation.loaded is not None:
-            plan = replace(plan, uneven=build_uneven_memory(load, simulation.loaded))
-        return PlannedRank(
-            plan,
-            self._get_facts(simulation.description, batch, knobs),
-            simulation.is_even,
-        )
+        return PlannedRank(plan, self._get_facts(simulation.description, batch, knobs), simulation.is_even)
+
+    def plan_uneven_memory(self, knobs: Knobs, rank: int, load: int) -> UnevenMemory:
+        """Simulate a rank whose experts get ``load`` times as many tokens as at even routing.
+
+        Call this in a separate process, since it changes the trainer and the module.
+        """
+        _, simulation = self._simulate(knobs, rank, load=load)
+        return build_uneven_memory(load, simulation.recording)
 
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
         """Simulate rank 0 with a shortened model that has only ``few + further`` repetitions of its blocks.
@@ -99,8 +103,7 @@ class Run:
             self.trainer, self.module, batch, world_size=self.world_size, num_nodes=self.nodes, rank=rank, **options
         )
         if getattr(knobs.config, "offload_policy", None) is not None:
-            loaded = None if simulation.loaded is None else without_offloaded(simulation.loaded)
-            simulation = replace(simulation, recording=without_offloaded(simulation.recording), loaded=loaded)
+            simulation = replace(simulation, recording=without_offloaded(simulation.recording))
         return batch, simulation
 
     def _get_facts(self, description: Description, batch: Any, knobs: Knobs) -> dict[str, Any]:

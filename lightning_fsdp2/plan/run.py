@@ -14,7 +14,7 @@ from lightning_fsdp2.compat.torch import tree_map_with_path
 from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.plan.cache import Cache, get_run_fingerprint
 from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
-from lightning_fsdp2.plan.rank import Run
+from lightning_fsdp2.plan.rank import PlannedRank, Run
 from lightning_fsdp2.plan.remedies import find_changes
 from lightning_fsdp2.plan.result import Batch, Plan
 from lightning_fsdp2.plan.search import Search, search
@@ -229,12 +229,10 @@ def _prepare(
 
 def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processes: int | None) -> Plan:
     """Plan ``ranks``. With ``adds_last``, also plan the last rank unless all shards are equally large."""
-    load = _LOAD if knobs.ep > 1 else None
-    tasks = [partial(run.plan_rank, knobs, rank, load) for rank in ranks]
-    planned = [rank for _, rank in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
+    planned = _plan_ranks(run, knobs, ranks, processes=processes)
     is_even = planned[0].is_even
     if adds_last and not is_even:
-        planned += [rank for _, rank in run_in_processes([partial(run.plan_rank, knobs, run.world_size - 1, load)])]
+        planned += _plan_ranks(run, knobs, [run.world_size - 1], processes=processes)
     return Plan(
         **planned[0].facts,
         device=run.device,
@@ -247,6 +245,15 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processe
             *get_notes_on_extras([_get_path(type(callback)) for callback in run.trainer.callbacks]),
         ],
     )
+
+
+def _plan_ranks(run: Run, knobs: Knobs, ranks: list[int], *, processes: int | None) -> list[PlannedRank]:
+    tasks: list[Callable[[], Any]] = [partial(run.plan_rank, knobs, rank) for rank in ranks]
+    if knobs.ep > 1:
+        tasks += [partial(run.plan_uneven_memory, knobs, rank, _LOAD) for rank in ranks]
+    results = [result for _, result in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
+    planned, uneven = results[: len(ranks)], results[len(ranks) :] or [None] * len(ranks)
+    return [replace(rank, plan=replace(rank.plan, uneven=memory)) for rank, memory in zip(planned, uneven, strict=True)]
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:

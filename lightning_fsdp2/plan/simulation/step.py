@@ -64,9 +64,6 @@ class Simulation:
     is_even: bool
     """Whether all ranks hold shards of the same sizes."""
 
-    loaded: Recording | None
-    """Recording of the step in which this rank's experts get more tokens than at even routing, if it was asked for."""
-
 
 def simulate(
     trainer: "Trainer",
@@ -76,7 +73,7 @@ def simulate(
     world_size: int,
     num_nodes: int = 1,
     rank: int = 0,
-    load: int | None = None,
+    load: int = 1,
     change: Callable[[nn.Module], None] = lambda module: None,
 ) -> Simulation:
     """Simulate an optimizer step on one of ``world_size`` ranks, after a first step that creates the optimizer states.
@@ -90,8 +87,7 @@ def simulate(
         world_size: Number of ranks.
         num_nodes: Number of nodes. With ``dp_replicate_size="auto"``, there is one replica per node.
         rank: Rank to simulate.
-        load: If given, simulate one more step, in which this rank's experts get ``load`` times as many tokens as with
-            even routing.
+        load: Number of tokens that this rank's experts get in every layer, as a multiple of the number at even routing.
         change: Function that is called with ``module`` after the model is built and before it is sharded.
 
     Raises:
@@ -109,7 +105,7 @@ def simulate(
         change(module)
         dtypes = get_dtypes(strategy.manager, module)
         strategy.setup_module()
-        assume_even_routing(module)
+        assume_even_routing(module, load=load)
         is_even = _is_even(module)
         description = describe_sharded(strategy, module, mesh, dtypes)
         with mode, _explain_dependence_on_data(module):
@@ -122,16 +118,13 @@ def simulate(
             # run two steps with DDP before recording, because DDP rebuilds its gradient buckets in the second step
             for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):
                 _run_step(trainer, fake_batch, micro_batches=1)
-            recording, loaded = _record_step(trainer, module, fake_batch, mesh), None
-            if load is not None:
-                assume_even_routing(module, load=load)
-                loaded = _record_step(trainer, module, fake_batch, mesh)
+            recording = _record_step(trainer, module, fake_batch, mesh)
     if all(name != "backward" for _, name in recording.phases):
         raise ValueError(
             f"{get_class_name(module)}: its step runs no backward, so there is nothing to plan; return a loss from"
             " training_step, or call manual_backward."
         )
-    return Simulation(description, recording, is_even, loaded)
+    return Simulation(description, recording, is_even)
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
