@@ -57,6 +57,8 @@ LAYOUTS = {
     "context parallel, ulysses": Layout({"cp_size": 2}, {"context_parallel_method": "ulysses"}),
     "HSDP": Layout({"dp_replicate_size": 2}),
     "expert parallel": Layout({"ep_size": 2}, is_mixture=True),
+    "expert parallel, full AC": Layout({"ep_size": 2}, {"activation_checkpointing": "full"}, is_mixture=True),
+    "expert parallel, selective AC": Layout({"ep_size": 2}, {"activation_checkpointing": "selective"}, is_mixture=True),
     "expert + tensor + sequence parallel": Layout(
         {"ep_size": 2, "tp_size": 2}, {"sequence_parallel": True}, is_mixture=True
     ),

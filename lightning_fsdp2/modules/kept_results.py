@@ -4,8 +4,8 @@ With activation checkpointing, backward recomputes a layer. Some results of the 
 communication or make the host wait for the device, such as the numbers of rows that experts get.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
@@ -13,46 +13,51 @@ Result = TypeVar("Result")
 
 
 class _Keeper(Protocol):
-    def __call__(self, compute: Callable[[], Result], is_operation: bool) -> Result: ...
+    def __call__(self, compute: Callable[[], Result], is_kept_by_selective: bool) -> Result: ...
 
 
 _keeper: ContextVar[_Keeper | None] = ContextVar("keeper", default=None)
 
 
-def keep(compute: Callable[[], Result], *, is_operation: bool = True) -> Result:
-    """Return ``compute()``. In the recomputation of a layer, return what the same call returned in the forward.
+def keep(compute: Callable[[], Result], *, is_kept_by_selective: bool) -> Result:
+    """Return ``compute()``, but when a layer is recomputed, return what the same call returned in the forward.
 
     Calls of the same layer are matched by their order.
 
     Args:
         compute: Function whose result needs no gradient.
-        is_operation: Whether the function only runs an operation of torch. Selective checkpointing keeps the results of
-            operations itself. It supplies them when the same operations run again, so the recomputation calls such a
-            function again.
+        is_kept_by_selective: Whether ``compute`` only runs one operation whose result selective checkpointing keeps
+            anyway, such as a collective. Under selective checkpointing, the recomputation then calls ``compute`` again,
+            because torch matches kept results with the calls of operations, and would otherwise lose count.
     """
     keeper = _keeper.get()
-    return compute() if keeper is None else keeper(compute, is_operation)
+    return compute() if keeper is None else keeper(compute, is_kept_by_selective)
 
 
-def make_keeping_contexts(*, of_operations: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def is_keeping() -> bool:
+    """Return whether a layer is running whose forward keeps results for a recomputation, or its recomputation."""
+    return _keeper.get() is not None
+
+
+def make_keeping_contexts(*, is_selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return a context for a layer's forward, and one for its recomputations. The second can be entered repeatedly.
 
     Args:
-        of_operations: Whether to keep the results of calls with ``is_operation=True`` as well as the others.
+        is_selective: Whether selective checkpointing recomputes the layer, and keeps some results itself.
     """
     results: list[Any] = []
 
-    def record(compute: Callable[[], Result], is_operation: bool) -> Result:
+    def record(compute: Callable[[], Result], is_kept_by_selective: bool) -> Result:
         result = compute()
-        if of_operations or not is_operation:
+        if not (is_selective and is_kept_by_selective):
             results.append(result)
         return result
 
     def make_repeat() -> _Keeper:
         left = iter(results)
 
-        def repeat(compute: Callable[[], Result], is_operation: bool) -> Result:
-            if is_operation and not of_operations:
+        def repeat(compute: Callable[[], Result], is_kept_by_selective: bool) -> Result:
+            if is_selective and is_kept_by_selective:
                 return compute()
             for result in left:
                 return result
@@ -63,17 +68,27 @@ def make_keeping_contexts(*, of_operations: bool) -> tuple[AbstractContextManage
 
         return repeat
 
-    return _Keeping(lambda: record), _Keeping(make_repeat)
+    return _use(record), Repeatable(lambda: _use(make_repeat()))
 
 
-class _Keeping(AbstractContextManager[None]):
-    """Context in which :func:`keep` calls a keeper. A new keeper is made each time that the context is entered."""
+@contextmanager
+def _use(keeper: _Keeper) -> Iterator[None]:
+    token = _keeper.set(keeper)
+    try:
+        yield
+    finally:
+        _keeper.reset(token)
 
-    def __init__(self, make: Callable[[], _Keeper]) -> None:
+
+class Repeatable(AbstractContextManager[None]):
+    """Context that can be entered once per backward through the same graph. Each time, it makes a new context."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
 
     def __enter__(self) -> None:
-        self._token = _keeper.set(self._make())
+        self._context = self._make()
+        self._context.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        _keeper.reset(self._token)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)

@@ -124,6 +124,13 @@ def _check_experts(
             " backward, torch would recompute a layer with graphs that differ from the graphs of its forward; use"
             " activation_checkpointing='selective', or sequence_parallel=True."
         )
+    if config.enable_compile and config.activation_checkpointing == "selective" and dist.get_rank() == 0:
+        logger.warning(
+            "enable_compile=True with activation_checkpointing='selective' and ep_size=%d: torch cannot compile a"
+            " selective checkpoint around an exchange of tokens, so layers with experts run uncompiled. Use"
+            " activation_checkpointing='full' or False to compile them.",
+            ranks,
+        )
     if shards > 1:  # a single shard is never gathered, so there is nothing to reshard
         check_reshard_after_forward(config.reshard_after_forward, shards, "experts")
 
@@ -166,7 +173,7 @@ def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, c
         structure,
         config.activation_checkpointing,
         scope=config.activation_checkpointing_scope,
-        compiles_collectives=config.enable_compile and axes.tp is not None,
+        compiles_collectives=config.enable_compile and (axes.tp is not None or axes.ep is not None),
     )
 
 

@@ -118,6 +118,7 @@ def test_a_killed_run_of_context_parallel_ranks_resumes_to_the_same_weights(
     assert_same_end(folder, expected, ranks, **strategy)
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,23 @@ def test_a_rank_whose_experts_get_more_tokens_keeps_more_for_backward(usual: Pla
     assert {("all-to-all", "ep"), ("all-gather", "dp_shard")} <= axes
 
 
+@pytest.mark.slow
+def test_each_rank_has_its_own_memory_at_uneven_routing() -> None:
+    def plan_ranks(*ranks: int, **flags: Any) -> list[Any]:
+        # 511 rows of the embedding do not divide by four, so the shards differ
+        module = CausalLM(config={**MIXTRAL, "vocab_size": 511})
+        strategy = FSDP2Strategy(ep_size=2, config=FSDP2Config(**flags))
+        planned = plan(strategy, make_batch(1, 256), module=module, ranks=list(ranks))
+        return [rank.uneven for rank in planned.ranks]
+
+    first, last = plan_ranks(0, 3)
+    assert [first] == plan_ranks(0)
+    assert [last] == plan_ranks(3)
+    assert first.peak_bytes > last.peak_bytes
+    (offloaded,) = plan_ranks(0, offload_policy=True)
+    assert offloaded.peak_bytes < first.peak_bytes
+
+
 # ---------------------------------------------------------------------- what does not fit
 
 

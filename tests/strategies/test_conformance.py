@@ -1094,6 +1094,7 @@ def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
 # ---------------------------------------------------------------------- from a file
 
 
+@pytest.mark.slow
 def test_one_file_trains_to_the_same_losses_with_any_class_path(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("In the beginning was the word, and the word was split over ranks.\n" * 40)
     options = {

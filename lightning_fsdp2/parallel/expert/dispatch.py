@@ -11,20 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp2.compat.torch import all_to_all_tensor, assert_async
-from lightning_fsdp2.modules.kept_results import keep
+from lightning_fsdp2.modules.kept_results import is_keeping, keep
 from lightning_fsdp2.ranks.collectives import exchange
 
-_OTHER_EXPERTS = (
-    "activation_checkpointing: when backward recomputed a layer, its router sent other numbers of tokens to the experts"
-    " than in the forward. Use activation_checkpointing=False, or a router that only depends on its inputs."
+_OTHER_EXPERTS = (  # CUDA cuts off messages of more than 255 characters
+    "activation_checkpointing: when backward recomputed a layer, its router sent a different number of tokens to some"
+    " expert. Use activation_checkpointing=False, or a router whose choice depends only on its inputs."
 )
 
 
 class Dispatcher(Protocol):
     """Interface for exchanging tokens. A faster exchange, such as DeepEP, only has to implement these two methods.
 
-    A method that reads numbers on the host should do so inside :func:`~lightning_fsdp2.modules.kept_results.keep`.
-    Otherwise the host waits again when activation checkpointing recomputes the layer.
+    A method that reads numbers on the host should do so inside
+    ``keep(..., is_kept_by_selective=False)`` (:func:`~lightning_fsdp2.modules.kept_results.keep`). Otherwise the host
+    waits again when activation checkpointing recomputes the layer.
     """
 
     num_experts: int
@@ -122,12 +123,14 @@ class AllToAll:
                 than in the layer's forward. On a GPU, this is a device-side assertion.
         """
         ranks = self.group.size()
-        kept = keep(lambda: counts, is_operation=False)
-        # check in the forward, too, since selective checkpointing needs the same operations as in the recomputation
-        assert_async((kept == counts).all(), _OTHER_EXPERTS)
-        received = keep(lambda: all_to_all_tensor(counts, self.group)).view(ranks, -1)
-        sums = torch.stack([counts.view(ranks, -1).sum(1), received.sum(1)])
-        rows_sent, rows_received = keep(sums.tolist, is_operation=False)
+        if is_keeping():
+            counts_of_forward = keep(lambda: counts, is_kept_by_selective=False)
+            # check in the forward, too, since selective checkpointing allows a recomputation no further operations
+            assert_async((counts_of_forward == counts).all(), _OTHER_EXPERTS)
+        received = keep(lambda: all_to_all_tensor(counts, self.group), is_kept_by_selective=True).view(ranks, -1)
+        rows_sent, rows_received = keep(
+            lambda: torch.stack([counts.view(ranks, -1).sum(1), received.sum(1)]).tolist(), is_kept_by_selective=False
+        )
         local = torch.arange(received.size(1), device=counts.device).repeat(ranks)
         experts = local.repeat_interleave(received.flatten(), output_size=sum(rows_received))
         return experts, rows_sent, rows_received

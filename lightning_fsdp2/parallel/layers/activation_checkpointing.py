@@ -25,7 +25,7 @@ from lightning_fsdp2.compat.torch import (
 from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences, make_unpacked_contexts
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh
-from lightning_fsdp2.modules.kept_results import make_keeping_contexts
+from lightning_fsdp2.modules.kept_results import Repeatable, make_keeping_contexts
 from lightning_fsdp2.modules.structure import ModelStructure
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
@@ -60,8 +60,9 @@ def apply_activation_checkpointing(
             an error in a second backward through the same graph (``retain_graph=True``).
         scope: Parts of a multimodal model to checkpoint. Each layer is assigned to a part by its name.
         compiles_collectives: Whether the layers will be compiled (``layer.compile()``) and their forwards contain
-            collectives. If this version of torch cannot compile a checkpoint inside such a layer, the checkpoint wraps
-            the layer's whole call instead of its forward.
+            collectives. If torch cannot compile a checkpoint inside such a layer, a full checkpoint wraps the layer's
+            whole call instead of its forward. torch never can if the layer exchanges tokens with other ranks;
+            a selective checkpoint then makes the layer run uncompiled.
 
     Raises:
         ValueError: If no layer belongs to the scope, or if the model already checkpoints its layers itself.
@@ -72,9 +73,10 @@ def apply_activation_checkpointing(
                 f"activation_checkpointing={mode!r}: {type(hf_model).__name__} already checkpoints its layers itself,"
                 " so each layer would be computed three times; leave `gradient_checkpointing_enable()` out."
             )
-    is_outside = compiles_collectives and mode != "selective" and not can_compile_checkpointed_collectives()
     selections: dict[Any, Selection] = {}
     for layer in _get_layers(structure, mode, scope):
+        is_compilable = can_compile_checkpointed_collectives() and not _exchanges_tokens(layer)
+        is_outside = compiles_collectives and mode != "selective" and not is_compilable
         # leave `context_fn` out to get its default: torch.compile fails if the default is passed through a variable
         options: dict[str, Any] = {}
         if mode == "selective":
@@ -111,8 +113,7 @@ class _Checkpoint:
         self.layer, self.options, self.is_selective = layer, options, is_selective
         self.caches = CacheArguments(layer)
         self.buffers = LayerBuffers(layer)
-        self.exchanges_tokens = any(get_optional_expert_mesh(module) is not None for module in layer.modules())
-        """Whether experts in the layer are on other ranks."""
+        self.exchanges_tokens = _exchanges_tokens(layer)
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._has_backward(*args, *kwargs.values()):
@@ -127,7 +128,8 @@ class _Checkpoint:
             # Run the deferred all-reduce of a PendingSum now, not inside the checkpoint. The recomputation finds saved
             # results by their order, which would be wrong if an all-reduce ran only in the original forward.
             args, kwargs = tree_map_only(PendingSum, PendingSum.get_whole, (args, kwargs))
-        # torch cannot compile a checkpoint with an exchange, and would run it without the contexts added below
+        # torch cannot compile a checkpoint with an exchange, and would run it without the contexts added below; if the
+        # checkpoint wraps the layer's whole call, the layer inside is compiled nevertheless
         run = self._run_uncompiled if self.exchanges_tokens else self._run
         return run(forward, args, kwargs)
 
@@ -144,8 +146,7 @@ class _Checkpoint:
             return self.options
         # gather first, so that the contexts added below do not observe the operations of gathering
         makers = [self._make_gathering_contexts] if self.inner_units else []
-        # selective checkpointing keeps the results of operations by itself
-        keeping = partial(make_keeping_contexts, of_operations=not self.is_selective)
+        keeping = partial(make_keeping_contexts, is_selective=self.is_selective)
         makers += [keeping] if self.exchanges_tokens else []
         makers += [self.buffers.make_contexts] if self.buffers.has_any() else []
         makers += [make_unpacked_contexts] if assumes_unpacked_sequences() else []
@@ -161,12 +162,17 @@ class _Checkpoint:
         return [module for module in inner if isinstance(module, FSDPModule)]
 
     def _make_gathering_contexts(self) -> Contexts:
-        return nullcontext(), _gather_for_backward(self.inner_units)
+        return nullcontext(), Repeatable(partial(_gather_for_backward, self.inner_units))
 
     def _has_backward(self, *inputs: Any) -> bool:
         """Return whether backward will reach this layer, because one of its inputs or parameters needs a gradient."""
         is_trained = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
         return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
+
+
+def _exchanges_tokens(layer: nn.Module) -> bool:
+    """Return whether ``layer`` has experts that are distributed over ranks."""
+    return any(get_optional_expert_mesh(module) is not None for module in layer.modules())
 
 
 def _make_no_contexts() -> Contexts:
@@ -206,7 +212,7 @@ def _make_stances() -> Contexts:
 
     With these contexts, the recomputation uses the same settings of ``torch.compile`` as the forward.
     """
-    return nullcontext(), _repeat_compiled(get_stance())
+    return nullcontext(), Repeatable(partial(_repeat_compiled, get_stance()))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class EvenAllToAll(AllToAll):
         The exchanged numbers are ignored, because tensors have no values in a simulation.
         """
         ranks = self.group.size()
-        keep(lambda: all_to_all_tensor(counts, self.group))
+        keep(lambda: all_to_all_tensor(counts, self.group), is_kept_by_selective=True)
         sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
         received = [self.load * number for number in sent]
         experts = torch.arange(sum(received), device=counts.device) % (self.num_experts // ranks)

@@ -212,7 +212,7 @@ BORDERS = [[], [20], [2, 10], [3, 11, 13], [1, 3, 7, 9, 17], [4, 21]]
 @pytest.mark.parametrize(
     ("method", "borders", "most"),
     [
-        pytest.param("allgather", BORDERS[1:4], 2, id="some"),
+        pytest.param("allgather", BORDERS[1:4], 2, id="some", marks=pytest.mark.slow),
         # none, one, and from then on any number of segments
         pytest.param("allgather", BORDERS, 3, id="allgather", marks=pytest.mark.slow),
         pytest.param("ulysses", BORDERS, 3, id="ulysses", marks=pytest.mark.slow),
