@@ -94,8 +94,7 @@ def surround_shape_propagation(get_block: Callable[[], AbstractContextManager[An
     """Enter the context that ``get_block`` returns around each operation that DTensor runs only for a result's shape.
 
     DTensor runs these operations on fake tensors with the shapes of whole tensors, which no rank ever allocates. A
-    dispatch mode sees them (torch 2.11 and 2.13), and torch does not say which operations they are. torch's own tests
-    replace this private method of its ``ShardingPropagator``, too.
+    dispatch mode sees them (torch 2.11 and 2.13), and torch does not say which operations they are.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -1,7 +1,7 @@
 """Access to private names of transformers."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,26 +38,6 @@ def assumes_unpacked_sequences() -> bool:
     from transformers import masking_utils
 
     return getattr(masking_utils.find_packed_sequence_indices, "func", None) is _answer
-
-
-def make_unpacked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts for activation checkpointing inside :func:`assume_unpacked_sequences`.
-
-    The context of the forward does nothing. The context of the recomputation makes the same assumption again, because
-    the ``with`` block of the forward has ended by then.
-    """
-    return nullcontext(), _AssumeAgain()
-
-
-class _AssumeAgain(AbstractContextManager[None]):
-    """Version of :func:`assume_unpacked_sequences` that can be entered repeatedly, once for each recomputation."""
-
-    def __enter__(self) -> None:
-        self.context = assume_unpacked_sequences()
-        self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self.context.__exit__(*error)
 
 
 def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -59,6 +59,11 @@ def get_optional_expert_mesh(module: nn.Module) -> DeviceMesh | None:
     return mesh
 
 
+def exchanges_tokens(module: nn.Module) -> bool:
+    """Return whether ``module`` has experts that are distributed over ranks, so that its forward exchanges tokens."""
+    return any(get_optional_expert_mesh(inner) is not None for inner in module.modules())
+
+
 def get_shared_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the submodules that all experts of a layer share, such as a norm.
 

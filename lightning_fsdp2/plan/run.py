@@ -93,8 +93,9 @@ def plan_run(
     """Compute the memory, the traffic and the step time of a run without its devices.
 
     Each planned rank is simulated in a separate process, with fake tensors and a fake process group. In that process,
-    the strategy shards the module, and the Trainer's loop trains it for two steps. The ``trainer`` and ``module`` of
-    this process are not changed.
+    the strategy shards the module, and the Trainer's loop trains it for two steps. With expert parallelism, a second
+    process simulates the rank with more tokens for its experts. The ``trainer`` and ``module`` of this process are not
+    changed.
 
     Args:
         trainer: Trainer with :class:`~lightning_fsdp2.FSDP2Strategy` or :class:`~lightning_fsdp2.DDPStrategy`. Its

@@ -80,6 +80,7 @@ def parallelize_with_fsdp2(
     fusion = get_optional_fusion(axes.tp, config)
     warn_of_tensor_parallel_flags(axes.tp, config)
     _warn_of_context_parallel_flags(axes.cp, config)
+    _warn_of_uncompiled_experts(axes.ep, config)
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
@@ -123,13 +124,6 @@ def _check_experts(
             f"enable_compile=True with activation_checkpointing='full', tensor parallelism and ep_size={ranks}: in"
             " backward, torch would recompute a layer with graphs that differ from the graphs of its forward; use"
             " activation_checkpointing='selective', or sequence_parallel=True."
-        )
-    if config.enable_compile and config.activation_checkpointing == "selective" and dist.get_rank() == 0:
-        logger.warning(
-            "enable_compile=True with activation_checkpointing='selective' and ep_size=%d: torch cannot compile a"
-            " selective checkpoint around an exchange of tokens, so layers with experts run uncompiled. Use"
-            " activation_checkpointing='full' or False to compile them.",
-            ranks,
         )
     if shards > 1:  # a single shard is never gathered, so there is nothing to reshard
         check_reshard_after_forward(config.reshard_after_forward, shards, "experts")
@@ -232,4 +226,15 @@ def _warn_of_context_parallel_flags(cp_mesh: DeviceMesh | None, config: FSDP2Con
     if cp_mesh is None and dist.get_rank() == 0 and is_set:
         logger.warning(
             "context_parallel_method and context_parallel_inputs have no effect with one context parallel rank."
+        )
+
+
+def _warn_of_uncompiled_experts(ep_mesh: DeviceMesh | None, config: FSDP2Config) -> None:
+    is_selective = config.enable_compile and config.activation_checkpointing == "selective"
+    if ep_mesh is not None and dist.get_rank() == 0 and is_selective:
+        logger.warning(
+            "enable_compile=True with activation_checkpointing='selective' and ep_size=%d: torch cannot compile a"
+            " selective checkpoint around an exchange of tokens, so layers with experts run uncompiled. Use"
+            " activation_checkpointing='full' or False to compile them.",
+            ep_mesh.size(),
         )

@@ -14,7 +14,7 @@ from lightning_fsdp2.compat.torch import all_to_all_tensor, assert_async
 from lightning_fsdp2.modules.kept_results import is_keeping, keep
 from lightning_fsdp2.ranks.collectives import exchange
 
-_OTHER_EXPERTS = (  # CUDA cuts off messages of more than 255 characters
+_OTHER_EXPERTS = (  # kept short, because torch refuses long messages on CUDA
     "activation_checkpointing: when backward recomputed a layer, its router sent a different number of tokens to some"
     " expert. Use activation_checkpointing=False, or a router whose choice depends only on its inputs."
 )
@@ -119,8 +119,8 @@ class AllToAll:
             numbers of rows to send to and to receive from each rank.
 
         Raises:
-            RuntimeError: When a layer is recomputed in backward, and an expert gets another number of this rank's rows
-                than in the layer's forward. On a GPU, this is a device-side assertion.
+            RuntimeError: When a layer is recomputed in backward, and an expert gets a different number of this rank's
+                rows than in the layer's forward. On a GPU, this is a device-side assertion.
         """
         ranks = self.group.size()
         if is_keeping():

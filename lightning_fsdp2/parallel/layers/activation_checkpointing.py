@@ -22,9 +22,9 @@ from lightning_fsdp2.compat.torch import (
     get_stance,
     tree_map_only,
 )
-from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences, make_unpacked_contexts
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences, assumes_unpacked_sequences
 from lightning_fsdp2.config import ActivationCheckpointingScope, ScopeWord
-from lightning_fsdp2.modules.experts import get_optional_expert_mesh
+from lightning_fsdp2.modules.experts import exchanges_tokens
 from lightning_fsdp2.modules.kept_results import Repeatable, make_keeping_contexts
 from lightning_fsdp2.modules.structure import ModelStructure
 from lightning_fsdp2.modules.wrapping import wrap_method
@@ -75,7 +75,7 @@ def apply_activation_checkpointing(
             )
     selections: dict[Any, Selection] = {}
     for layer in _get_layers(structure, mode, scope):
-        is_compilable = can_compile_checkpointed_collectives() and not _exchanges_tokens(layer)
+        is_compilable = can_compile_checkpointed_collectives() and not exchanges_tokens(layer)
         is_outside = compiles_collectives and mode != "selective" and not is_compilable
         # leave `context_fn` out to get its default: torch.compile fails if the default is passed through a variable
         options: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class _Checkpoint:
         self.layer, self.options, self.is_selective = layer, options, is_selective
         self.caches = CacheArguments(layer)
         self.buffers = LayerBuffers(layer)
-        self.exchanges_tokens = _exchanges_tokens(layer)
+        self.exchanges_tokens = exchanges_tokens(layer)
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._has_backward(*args, *kwargs.values()):
@@ -149,7 +149,7 @@ class _Checkpoint:
         keeping = partial(make_keeping_contexts, is_selective=self.is_selective)
         makers += [keeping] if self.exchanges_tokens else []
         makers += [self.buffers.make_contexts] if self.buffers.has_any() else []
-        makers += [make_unpacked_contexts] if assumes_unpacked_sequences() else []
+        makers += [_make_unpacked_contexts] if assumes_unpacked_sequences() else []
         if not makers:
             return self.options
         makers.append(self.options.get("context_fn", _make_no_contexts))
@@ -170,13 +170,13 @@ class _Checkpoint:
         return is_trained or any(parameter.requires_grad for parameter in self.layer.parameters())
 
 
-def _exchanges_tokens(layer: nn.Module) -> bool:
-    """Return whether ``layer`` has experts that are distributed over ranks."""
-    return any(get_optional_expert_mesh(module) is not None for module in layer.modules())
-
-
 def _make_no_contexts() -> Contexts:
     return nullcontext(), nullcontext()
+
+
+def _make_unpacked_contexts() -> Contexts:
+    # the `with` block in which the forward runs has ended when backward recomputes the layer
+    return nullcontext(), Repeatable(assume_unpacked_sequences)
 
 
 @contextmanager

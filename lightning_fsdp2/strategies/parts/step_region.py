@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fsdp2.modules.experts import get_optional_expert_mesh
+from lightning_fsdp2.modules.experts import exchanges_tokens
 from lightning_fsdp2.modules.structure import get_layer_lists
 from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user, reshard
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
@@ -78,8 +78,7 @@ class StepRegion:
         handles = []
         for name, module in root.named_modules():
             if module not in blocks and self._holds_units(module):
-                exchanges = any(get_optional_expert_mesh(inner) is not None for inner in module.modules())
-                enter_hook = self._make_enter_hook(name or "the LightningModule", exchanges=exchanges)
+                enter_hook = self._make_enter_hook(name or "the LightningModule", exchanges=exchanges_tokens(module))
                 handles.append(module.register_forward_pre_hook(enter_hook, prepend=True))
                 handles.append(module.register_forward_hook(self._make_exit_hook(root), always_call=True))
         root.__dict__[_HANDLES_ATTRIBUTE] = handles

@@ -280,7 +280,7 @@ RIGHT: dict[str, tuple[str, Callable[[Any], None]]] = {
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
     [
-        pytest.param("compiled-modules", True, marks=pytest.mark.slow),
+        ("compiled-modules", True),
         ("backward-hooks-everywhere", True),
         ("reentrant-checkpointing", True),
         pytest.param("compiled-modules", False, marks=pytest.mark.slow),
