@@ -35,6 +35,7 @@ parity: venv ## Compare all model families, with images too, on parallel layouts
 	$(BIN)/python tools/parity_matrix.py --context --output docs/parity-context-parallel.md
 	$(BIN)/python tools/parity_matrix.py --megatron --output docs/parity-megatron.md
 	$(BIN)/python tools/parity_matrix.py --images --output docs/parity-images.md
+	$(BIN)/python tools/parity_matrix.py --pipelines --output docs/parity-pipeline-parallel.md
 	$(BIN)/python tools/parity_matrix.py --experts --output docs/parity-expert-parallel.md
 	$(BIN)/python tools/parity_matrix.py --expert-images --output docs/parity-expert-parallel-images.md
 

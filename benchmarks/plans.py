@@ -2,6 +2,7 @@
 
 python -m benchmarks.plans                the five runs
 python -m benchmarks.plans --published    runs that torchtitan has published, and their plans
+python -m benchmarks.plans --pipelines    the published layouts of Llama 3 405B, and their plans
 python -m benchmarks.plans --ranks        CPU seconds and memory of a plan on 8, 64, 1,024 and 16,384 ranks
 """
 # ruff: noqa: T201
@@ -23,7 +24,7 @@ PAGE = ROOT / "docs" / "planning.md"
 GIB = 2**30
 
 RANKS = (8, 64, 1024, 16384)
-RUNS, PUBLISHED_RUNS = "Five runs", "Published runs"
+RUNS, PUBLISHED_RUNS, PIPELINES = "Five runs", "Published runs", "Llama 3 405B"
 """Headings of the sections of docs/planning.md that have the commands."""
 
 COLUMNS = (
@@ -47,6 +48,17 @@ PUBLISHED_COLUMNS = (
     "about",
     "seconds: about / measured",
     "GiB: reserved",
+    "allocated",
+    "held",
+    "verdict",
+)
+PIPELINE_COLUMNS = (
+    "run",
+    "MFU: published",
+    "about",
+    "at most",
+    "step, s: at least, about",
+    "waiting",
     "allocated",
     "held",
     "verdict",
@@ -86,6 +98,12 @@ PUBLISHED = {
 
 Sources: A and B, https://arxiv.org/abs/2410.06511; C to F, in float8, https://discuss.pytorch.org/t/215082; G and H,
 torchtitan, benchmarks/ (2025-06, vanilla and asynchronous)."""
+
+
+PUBLISHED_UTILISATION = {"16,384 GPUs": 0.41, "8,192 GPUs": 0.43}
+"""Model FLOPs utilisation of Llama 3 405B on tp 8 x pp 16, by the beginnings of the runs' names.
+
+Source: https://arxiv.org/abs/2407.21783, table 4."""
 
 
 def read_commands(heading: str) -> dict[str, str]:
@@ -145,6 +163,23 @@ def build_published_row(name: str, planned: dict[str, Any]) -> list[str]:
     ]
 
 
+def build_pipeline_row(name: str, planned: dict[str, Any]) -> list[str]:
+    """Build a row of the published pipelines. The waiting is that of the rank that waits the least."""
+    seconds, used = planned["step_seconds"], planned["model_flops_utilisation"]
+    waiting = min(rank["reached"]["waiting"] for rank in planned["ranks"]) / seconds["estimate"]
+    return [
+        name,
+        f"{PUBLISHED_UTILISATION[name.partition(':')[0]]:.0%}",
+        f"{used['estimate']:.0%}",
+        f"{used['at_most']:.0%}",
+        f"{seconds['at_least']:.2f}, {seconds['estimate']:.2f}",
+        f"{waiting:.0%}",
+        f"{planned['peak_bytes'] / GIB:.1f}",
+        " to ".join(f"{size / GIB:.1f}" for size in planned["reserved_bytes"]),
+        planned["verdict"],
+    ]
+
+
 def print_row(cells: Iterable[str]) -> None:
     """Print a line of a table."""
     print(f"| {' | '.join(cells)} |", flush=True)
@@ -179,11 +214,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--published", action="store_true")
+    parser.add_argument("--pipelines", action="store_true")
     args = parser.parse_args()
     if args.ranks:
         print_ranks()
     elif args.published:
         print_table(PUBLISHED_RUNS, PUBLISHED_COLUMNS, build_published_row)
+    elif args.pipelines:
+        print_table(PIPELINES, PIPELINE_COLUMNS, build_pipeline_row)
     else:
         print_table(RUNS, COLUMNS, build_row)
 

@@ -107,14 +107,19 @@ def make_loader(
     *,
     distinct: int | None = None,
     tp_size: int = 1,
+    pp_size: int = 1,
 ) -> DataLoader[dict[str, Tensor]]:
     """Make a loader of this rank's random tokens, the same at every call. Batches repeat after ``distinct`` batches.
 
-    Tensor parallel ranks read the same batches.
+    Tensor parallel ranks read the same batches. The ranks of a pipeline read the batches of as many ranks without one.
     """
     count = min(distinct or steps, steps)
-    generator = torch.Generator().manual_seed(dist.get_rank() // tp_size)
-    tokens = torch.randint(vocabulary, (count, batch_size, sequence_length), generator=generator)
+    reader = dist.get_rank() % (dist.get_world_size() // pp_size) // tp_size
+    parts = [
+        torch.randint(vocabulary, (count, batch_size, sequence_length), generator=torch.Generator().manual_seed(seed))
+        for seed in range(pp_size * reader, pp_size * (reader + 1))
+    ]
+    tokens = torch.cat(parts, dim=1)
     batches = [{"input_ids": batch, "labels": batch} for batch in tokens]
     return DataLoader([batches[step % count] for step in range(steps)], batch_size=None)
 

@@ -33,6 +33,7 @@ ActivationCheckpointing: TypeAlias = bool | Literal["full", "selective"]
 ScopeWord: TypeAlias = Literal["all", "language", "vision", "audio", "multimodal"]
 ActivationCheckpointingScope: TypeAlias = ScopeWord | list[ScopeWord]
 ContextParallelMethod: TypeAlias = Literal["auto", "allgather", "ulysses"]
+PipelineSchedule: TypeAlias = Literal["1f1b", "interleaved_1f1b", "gpipe"]
 CheckpointFormat: TypeAlias = Literal["sharded", "full"]
 
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -217,6 +218,28 @@ class FSDP2Config(_Flags):
     fsdp2_forward_prefetch_depth: int = 1
     """Number of layers whose parameters are gathered ahead in forward. 0 leaves prefetching to FSDP."""
 
+    pp_schedule: PipelineSchedule = "1f1b"
+    """Order in which a pipeline parallel rank computes the forwards and backwards of its micro-batches. "1f1b" starts
+    the backward of each micro-batch as early as possible, so that a rank keeps the activations of at most pp_size
+    micro-batches. "interleaved_1f1b" also gives each rank several stages, which shortens the time that ranks wait for
+    each other, but needs more communication. "gpipe" computes all forwards first, and keeps all activations."""
+
+    pp_microbatches: int | None = None
+    """Number of micro-batches into which each batch is split under pipeline parallelism. It must divide the batch's
+    number of samples. None uses 2 for each stage of the model (2 x pp_size x stages per rank) if that divides the
+    batch, and otherwise the largest divisor below it; the number is logged. With token_mean_loss, the number does not
+    change the gradients. Any other loss is averaged over the micro-batches with equal weights, even if they have
+    different numbers of labels."""
+
+    pp_stages_per_rank: int | None = None
+    """Number of stages on each pipeline parallel rank. None uses 2 for the schedule "interleaved_1f1b", which needs at
+    least 2, and 1 for the other schedules, which allow only 1."""
+
+    pp_layers_per_stage: list[int] | None = None
+    """Number of the model's layers in each stage, from the first stage to the last. Stage 0 runs on the first pipeline
+    parallel rank, stage 1 on the second, and so on, around the ranks again if there are several stages on each. None
+    balances the stages by the work of their layers, the embedding and the head."""
+
     use_hf_tp_plan: InitVar[bool | None] = None
     """Option that must stay None. It was replaced by tp_plan="hf"."""
 
@@ -236,6 +259,10 @@ class FSDP2Config(_Flags):
         _check_backend_of_offload(self.backend, self.offload_policy)
         _check_depth("fsdp2_backward_prefetch_depth", self.fsdp2_backward_prefetch_depth)
         _check_depth("fsdp2_forward_prefetch_depth", self.fsdp2_forward_prefetch_depth)
+        _check_word("pp_schedule", self.pp_schedule, get_args(PipelineSchedule))
+        _check_optional_count("pp_microbatches", self.pp_microbatches)
+        _check_stages_per_rank(self.pp_stages_per_rank, self.pp_schedule)
+        _check_layers_per_stage(self.pp_layers_per_stage)
         missing = [name for name in ("sequence_parallel", "enable_compile") if not getattr(self, name)]
         if self.enable_async_tensor_parallel and missing:
             warnings.warn(
@@ -245,6 +272,11 @@ class FSDP2Config(_Flags):
             )
             for name in missing:
                 self._set(name, True)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages on each pipeline parallel rank: ``pp_stages_per_rank``, or the default of the schedule."""
+        return self.pp_stages_per_rank or (2 if self.pp_schedule == "interleaved_1f1b" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,16 +459,21 @@ FLAGS_OF_A_RUN = (
     "gradient_as_bucket_view",
     "bucket_cap_mb",
     "broadcast_buffers",
+    "pp_schedule",
+    "pp_microbatches",
 )
 """Flags that do not change the module. A later Trainer may change them for a module that is already sharded."""
 
 
 def spell_alike(config: DistributedConfig) -> DistributedConfig:
-    """Return ``config`` with ``activation_checkpointing=True`` replaced by its synonym ``"full"``.
+    """Return ``config`` with each value that has a synonym replaced by the same one of its spellings.
 
+    ``activation_checkpointing=True`` becomes ``"full"``, and ``pp_stages_per_rank=None`` the number that it stands for.
     This way, two configs that mean the same also compare equal.
     """
-    return replace(config, activation_checkpointing="full") if config.activation_checkpointing is True else config
+    if config.activation_checkpointing is True:
+        config = replace(config, activation_checkpointing="full")
+    return replace(config, pp_stages_per_rank=config.stages_per_rank) if isinstance(config, FSDP2Config) else config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -525,6 +562,40 @@ def _check_depth(option: str, value: object) -> None:
         raise TypeError(f"{option}={value!r} must be an int; use the number of layers to prefetch, 0 for none.")
     if value < 0:
         raise ValueError(f"{option}={value} must not be negative; use 0 to prefetch nothing.")
+
+
+def _check_optional_count(option: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{option}={value!r} must be an int or None.")
+    if value < 1:
+        raise ValueError(f"{option}={value} must be an int >= 1; use None for the default.")
+
+
+def _check_stages_per_rank(value: int | None, schedule: str) -> None:
+    option = "pp_stages_per_rank"
+    _check_optional_count(option, value)
+    if schedule == "interleaved_1f1b" and value == 1:
+        raise ValueError(
+            f"{option}=1 with pp_schedule={schedule!r}: only several stages on each rank can be interleaved; use an int"
+            " >= 2, or pp_schedule='1f1b'."
+        )
+    if schedule != "interleaved_1f1b" and value not in (None, 1):
+        raise ValueError(
+            f"{option}={value} with pp_schedule={schedule!r}: this schedule has one stage on each rank; leave {option}"
+            " out, or use pp_schedule='interleaved_1f1b'."
+        )
+
+
+def _check_layers_per_stage(value: object) -> None:
+    option = "pp_layers_per_stage"
+    if value is None:
+        return
+    if not isinstance(value, list | tuple) or any(type(number) is not int for number in value):
+        raise TypeError(f"{option}={value!r} must be a list of ints, one for each stage; use None to balance them.")
+    if not value or min(value) < 1:
+        raise ValueError(f"{option}={value!r} must have an int >= 1 for each stage; use None to balance them.")
 
 
 def _check_context_parallel_inputs(value: object) -> None:

@@ -1,6 +1,7 @@
 """The parallel sizes of a run, and the :class:`~torch.distributed.device_mesh.DeviceMesh` that is built from them.
 
-A mesh has *axes*, and a tensor has *dims*. All meshes of a run are views of one world mesh:
+A mesh has *axes*, and a tensor has *dims*. All meshes of a run are views of the ranks of one pipeline stage, which are
+all ranks unless the model is split into several stages:
 
 ===============  ===================================================================================================
 view             axes
@@ -16,14 +17,16 @@ experts          ``dp_replicate, efsdp, ep``: experts are distributed over ``ep`
 ===============  ===================================================================================================
 
 Every view has all of its axes, including those of size 1, so that the same code runs on one rank and on a thousand.
+
+With several pipeline stages, there are two more meshes, of one axis each: ``pipeline_parallel``, along which the layers
+are split into stages, and ``stage``, all ranks of this stage. The pipeline axis is the outermost one, so the ranks of a
+stage are consecutive.
 """
 
 import atexit
-import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -42,8 +45,9 @@ from lightning_fsdp2.sizes import (
     DP_SHARD,
     DP_SHARD_CP,
     EFSDP,
-    EP_SHARD,
     EXPERT_PARALLEL,
+    PIPELINE_PARALLEL,
+    STAGE,
     TENSOR_PARALLEL,
     MeshSizes,
     ParallelSizes,
@@ -58,7 +62,7 @@ _VIEWS = (
     (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL),
     (DATA_PARALLEL, CP_TP),
 )
-"""Axis names of every view of the world mesh, outermost first. :func:`get_view_sizes` has their sizes."""
+"""Axis names of every view of a stage's ranks, outermost first. :func:`get_view_sizes` has their sizes."""
 
 _EXPERT_VIEW = (DP_REPLICATE, EFSDP, EXPERT_PARALLEL)
 """Axis names of one more view, which exists only with several expert parallel ranks, because groups cost memory."""
@@ -81,8 +85,10 @@ def create_device_mesh(
 ) -> DeviceMesh:
     """Build the device mesh of a run, with the axes ``(dp_replicate, dp_shard, context_parallel, tensor_parallel)``.
 
+    With several pipeline stages, the mesh has only the ranks of this rank's stage.
+
     The sizes are checked before any process group is created. Under torchrun, the default process group is started if
-    it does not exist yet. :func:`get_mesh` returns other views of the mesh.
+    it does not exist yet. :func:`get_mesh` returns other views of the mesh, and the pipeline axis.
 
     Args:
         config: Config of a strategy, which determines the allowed sizes.
@@ -91,7 +97,7 @@ def create_device_mesh(
         tp_size: Number of tensor parallel ranks. This is the innermost axis.
         cp_size: Number of context parallel ranks.
         ep_size: Number of expert parallel ranks.
-        pp_size: Must be 1, because pipeline parallelism is not supported in this release.
+        pp_size: Number of pipeline parallel ranks. This is the outermost axis.
         device_type: Device type such as ``"cuda"`` or ``"cpu"``, not the name of a backend. By default the type of the
             machine's accelerator.
         world_size: Number of ranks. By default that of the process group or of torchrun's environment.
@@ -99,12 +105,15 @@ def create_device_mesh(
     Raises:
         ValueError: When a size is not allowed, or when the product of the sizes is not the world size.
     """
-    if pp_size not in (None, 0, 1):
-        raise ValueError(f"pp_size={pp_size}: pipeline parallelism is not supported in this release; use pp_size=1.")
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     sizes = ParallelSizes(
-        dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size, ep_size=ep_size
+        dp_size=dp_size,
+        dp_replicate_size=dp_replicate_size,
+        tp_size=tp_size,
+        cp_size=cp_size,
+        ep_size=ep_size,
+        pp_size=pp_size,
     )
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     resolved = sizes.resolve_for_run(world_size=world_size, num_nodes=num_nodes)
@@ -119,8 +128,7 @@ def build_device_mesh(
     Raises:
         ValueError: When a size is not allowed, or when the process group has a different number of ranks.
     """
-    view_sizes = get_view_sizes(sizes)
-    world_size = math.prod(view_sizes[_MESH_AXES])
+    world_size = sizes.pp * sizes.stage
     _check_sizes_of_config(config, sizes)
     _check_world_size(world_size)
     device_type = device_type or _accelerator_type()
@@ -138,17 +146,27 @@ def build_device_mesh(
         elif backend is not None:
             dist.init_process_group(backend, device_id=device_id)
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
-    views = {names: unflatten_mesh(world, axis_sizes, names) for names, axis_sizes in view_sizes.items()}
-    device_mesh = views[_MESH_AXES]
-    for view in views.values():
-        # Each view arranges the same ranks in different axes. Store all views on each view, because torch offers no way
-        # to get from one view to the others.
-        setattr(view, _VIEWS_ATTRIBUTE, tuple(views.values()))
-    return device_mesh
+    return _build_views(world, sizes)
+
+
+def _build_views(world: DeviceMesh, sizes: MeshSizes) -> DeviceMesh:
+    """Build all views of the 1-D mesh of all ranks, and return the one with the axes ``_MESH_AXES``."""
+    stage, axes_of_stages = world, list[DeviceMesh]()
+    if sizes.pp > 1:
+        # split off the pipeline axis once instead of in every view, because each split creates groups
+        split = unflatten_mesh(world, (sizes.pp, sizes.stage), (PIPELINE_PARALLEL, STAGE))
+        stage = split[STAGE]
+        axes_of_stages = [split[PIPELINE_PARALLEL], stage]
+    views = {names: unflatten_mesh(stage, axes, names) for names, axes in get_view_sizes(sizes).items()}
+    meshes = (*views.values(), *axes_of_stages)
+    for mesh in meshes:
+        # Store all views on each view, because torch offers no way to get from one view to the others.
+        setattr(mesh, _VIEWS_ATTRIBUTE, meshes)
+    return views[_MESH_AXES]
 
 
 def get_view_sizes(sizes: MeshSizes) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Return the axis names and the sizes of every view of the world mesh."""
+    """Return the axis names and the sizes of every view of the ranks of a stage."""
     dp, cp, tp = sizes.dp_replicate * sizes.dp_shard, sizes.cp, sizes.tp
     axes = {
         DP_REPLICATE: sizes.dp_replicate,
@@ -217,14 +235,21 @@ def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
-    """Return all views of the world mesh that ``device_mesh`` belongs to, including ``device_mesh`` itself.
+    """Return all meshes that were built together with ``device_mesh``, including ``device_mesh`` itself.
 
     For a mesh from other software, return only that mesh.
     """
     return getattr(device_mesh, _VIEWS_ATTRIBUTE, (device_mesh,))
 
 
-def get_extra_group(device_mesh: DeviceMesh, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+def is_built_here(device_mesh: DeviceMesh) -> bool:
+    """Return whether ``device_mesh`` is a mesh from :func:`create_device_mesh` or another view of it."""
+    return hasattr(device_mesh, _VIEWS_ATTRIBUTE)
+
+
+def get_extra_group(
+    device_mesh: DeviceMesh, purpose: str, ranks: Sequence[int], *, backend: str | None = None
+) -> dist.ProcessGroup:
     """Return a process group for a special ``purpose``, separate from the groups of the mesh's axes.
 
     The first call creates the group, and all ranks of the group must make this call. Later calls return the same group,
@@ -234,11 +259,12 @@ def get_extra_group(device_mesh: DeviceMesh, purpose: str, ranks: Sequence[int])
         device_mesh: Mesh on which the group is stored. The group gets the same timeout as the groups of the mesh.
         purpose: Name of the purpose, such as ``"all-gathers"``.
         ranks: Global ranks of the group.
+        backend: Backend of the group. None uses the backend of the default group.
     """
     groups = get_views(device_mesh)[0].__dict__.setdefault(_GROUPS_ATTRIBUTE, {})
     if purpose not in groups:
         timeout = get_group_timeout(device_mesh.get_group(0))
-        groups[purpose] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        groups[purpose] = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     group: dist.ProcessGroup = groups[purpose]
     return group
 
@@ -289,116 +315,6 @@ def get_shard_size(fsdp_mesh: DeviceMesh) -> int:
     return fsdp_mesh.size(fsdp_mesh.ndim - 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AxisNames:
-    """Names of the axes of a mesh that other software has built."""
-
-    dp: str | tuple[str, str] = DATA_PARALLEL
-    """The axis to shard over, or two axes (replicate, shard)."""
-
-    tp: str = TENSOR_PARALLEL
-    """The tensor parallel axis. A mesh without it has no tensor parallelism."""
-
-    dp_cp: str = DP_CP
-    """The axis to shard over instead of ``dp``, if the mesh has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshAxes:
-    """Submeshes for FSDP, tensor parallelism and context parallelism."""
-
-    fsdp: DeviceMesh
-    """Mesh to shard over: 1-D (shard) or 2-D (replicate x shard)."""
-
-    tp: DeviceMesh | None
-    """Tensor parallel mesh, 1-D. None if there is one tensor parallel rank."""
-
-    cp: DeviceMesh | None
-    """Context parallel mesh, 1-D. None if there is one context parallel rank."""
-
-    ep: DeviceMesh | None
-    """Expert parallel mesh, 1-D. None if there is one expert parallel rank."""
-
-    experts: DeviceMesh | None
-    """Mesh to shard each expert over: 1-D (shard) or 2-D (replicate x shard). None if there is one expert parallel
-    rank, since experts are then sharded like all other parameters."""
-
-    @property
-    def tp_size(self) -> int:
-        """Number of tensor parallel ranks."""
-        return 1 if self.tp is None else self.tp.size()
-
-
-def get_mesh_axes(device_mesh: DeviceMesh, names: AxisNames, moe_mesh: DeviceMesh | None = None) -> MeshAxes:
-    """Return the submeshes of ``device_mesh`` that a model is sharded over.
-
-    Args:
-        device_mesh: See :func:`get_mesh`.
-        names: Names of the axes.
-        moe_mesh: Mesh of the experts, if it is not a view of ``device_mesh``.
-
-    Raises:
-        ValueError: When an axis does not exist, or when the named axes leave out ranks.
-    """
-    ep, experts = get_expert_meshes(device_mesh, moe_mesh)
-    axes = MeshAxes(
-        fsdp=get_fsdp_mesh(device_mesh, dp_mesh_name=names.dp, dp_cp_mesh_name=names.dp_cp),
-        tp=get_optional_mesh(device_mesh, names.tp),
-        cp=get_optional_mesh(device_mesh, CONTEXT_PARALLEL),
-        ep=ep,
-        experts=experts,
-    )
-    ranks = axes.fsdp.size() * axes.tp_size
-    if ranks < device_mesh.size():
-        raise ValueError(
-            f"{names.dp!r} and {names.tp!r} cover {ranks} of the {device_mesh.size()} ranks of {device_mesh}: the"
-            " other ranks would train unsynchronised copies. Name all data parallel axes in dp_mesh_name, or pass a"
-            " smaller mesh."
-        )
-    return axes
-
-
-def get_expert_meshes(
-    device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None
-) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return the expert parallel mesh, and the mesh that each expert is sharded over; see :class:`MeshAxes`.
-
-    Args:
-        device_mesh: Mesh of all other parameters.
-        moe_mesh: Mesh that distributes experts over the axis ``"ep"``, shards each over ``"ep_shard"`` or ``"efsdp"``,
-            and may replicate experts over ``"dp_replicate"``. None uses the experts' view of a ``device_mesh`` from
-            :func:`create_device_mesh`. Meshes from other software have no such view.
-
-    Raises:
-        ValueError: When ``moe_mesh`` has other axes, or when it differs from ``device_mesh`` in its ranks or its number
-            of expert parallel ranks.
-    """
-    is_ours = hasattr(device_mesh, _VIEWS_ATTRIBUTE)
-    ep, mesh = get_optional_mesh(device_mesh, EXPERT_PARALLEL) if is_ours else None, device_mesh
-    if moe_mesh is not None:
-        _check_moe_mesh(moe_mesh, device_mesh, 1 if ep is None else ep.size())
-        ep, mesh = get_optional_mesh(moe_mesh, EXPERT_PARALLEL), moe_mesh
-    if ep is None:
-        return None, None
-    known = {axis for view in get_views(mesh) for axis in view.mesh_dim_names or ()}
-    shard = next(name for name in (EFSDP, EP_SHARD) if name in known)
-    is_replicated = DP_REPLICATE in known and get_mesh(mesh, DP_REPLICATE).size() > 1
-    return ep, get_mesh(mesh, (DP_REPLICATE, shard) if is_replicated else shard)
-
-
-def check_no_expert_parallel(device_mesh: DeviceMesh, sharder: str) -> None:
-    """Refuse a mesh that was made for expert parallelism, because ``sharder`` does not support it.
-
-    Raises:
-        ValueError: When the mesh has several expert parallel ranks.
-    """
-    ep, _ = get_expert_meshes(device_mesh)
-    if ep is not None:
-        raise ValueError(
-            f"ep_size={ep.size()}: {sharder} has no expert parallelism; create the mesh with ep_size=1, or use FSDP2."
-        )
-
-
 def get_device(device_mesh: DeviceMesh) -> torch.device:
     """Return the device that this rank uses on ``device_mesh``."""
     if device_mesh.device_type == "cpu":
@@ -413,33 +329,17 @@ def _get_optional_view(device_mesh: DeviceMesh, names: tuple[str, ...]) -> Devic
 
 
 def _check_sizes_of_config(config: DistributedConfig | None, sizes: MeshSizes) -> None:
-    if config is not None and not isinstance(config, FSDP2Config) and sizes.ep > 1:
-        raise ValueError(
-            f"ep_size={sizes.ep}: {type(config).__name__} has no expert parallelism; use ep_size=1, or FSDP2Config."
-        )
+    if config is not None and not isinstance(config, FSDP2Config):
+        for option, size, kind in (("ep_size", sizes.ep, "expert"), ("pp_size", sizes.pp, "pipeline")):
+            if size > 1:
+                raise ValueError(
+                    f"{option}={size}: {type(config).__name__} has no {kind} parallelism; use {option}=1, or"
+                    " FSDP2Config."
+                )
     if isinstance(config, DDPConfig) and (sizes.tp, sizes.cp, sizes.dp_replicate) != (1, 1, 1):
         raise ValueError(
             f"tp_size={sizes.tp}, cp_size={sizes.cp}, dp_replicate_size={sizes.dp_replicate}: DDPConfig supports only"
             " data parallelism; leave these sizes at 1, or use FSDP2Config."
-        )
-
-
-def _check_moe_mesh(moe_mesh: DeviceMesh, device_mesh: DeviceMesh, ep_size: int) -> None:
-    names = moe_mesh.mesh_dim_names or ()
-    shard = [name for name in (EFSDP, EP_SHARD) if name in names]
-    if EXPERT_PARALLEL not in names or len(shard) != 1 or set(names) - {DP_REPLICATE, *shard, EXPERT_PARALLEL}:
-        raise ValueError(
-            f"moe_mesh={moe_mesh} has the axes {names}; it needs the axes {EXPERT_PARALLEL!r} and {EP_SHARD!r} (of any"
-            f" size), and may have {DP_REPLICATE!r}."
-        )
-    if set(moe_mesh.mesh.flatten().tolist()) != set(device_mesh.mesh.flatten().tolist()):
-        raise ValueError(
-            f"moe_mesh={moe_mesh} and device_mesh={device_mesh} have different ranks; build both from the same ranks."
-        )
-    if ep_size not in (1, moe_mesh[EXPERT_PARALLEL].size()):
-        raise ValueError(
-            f"moe_mesh={moe_mesh} has {moe_mesh[EXPERT_PARALLEL].size()} expert parallel ranks, but device_mesh was"
-            f" built with ep_size={ep_size}; leave out moe_mesh or ep_size."
         )
 
 

@@ -18,8 +18,9 @@ from lightning_fsdp2.config import (
     DDPConfig,
     FSDP2Config,
     MegatronFSDPConfig,
+    PipelineSchedule,
 )
-from lightning_fsdp2.mesh import AxisNames
+from lightning_fsdp2.mesh_axes import AxisNames
 from lightning_fsdp2.modules.structure import find_parts, find_structure
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, unshard_model
 from lightning_fsdp2.parallel.data.units import build_layer_units
@@ -75,6 +76,9 @@ def fsdp2_strategy_parallelize(
     enable_fsdp2_prefetch: bool = True,
     fsdp2_backward_prefetch_depth: int = 2,
     fsdp2_forward_prefetch_depth: int = 1,
+    pp_schedule: PipelineSchedule = "1f1b",
+    pp_stages_per_rank: int | None = None,
+    pp_layers_per_stage: Sequence[int] | None = None,
     materializes: bool = True,
 ) -> nn.Module:
     """Shard a model with FSDP2, and initialise or load its weights.
@@ -125,6 +129,9 @@ def fsdp2_strategy_parallelize(
         enable_fsdp2_prefetch=enable_fsdp2_prefetch,
         fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
         fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
+        pp_schedule=pp_schedule,
+        pp_stages_per_rank=pp_stages_per_rank,
+        pp_layers_per_stage=None if pp_layers_per_stage is None else list(pp_layers_per_stage),
     )
     names = AxisNames(dp=dp_mesh_name, tp=tp_mesh_name, dp_cp=dp_cp_mesh_name)
     return parallelize_with_fsdp2(model, device_mesh, config, names=names, materializes=materializes)

@@ -8,12 +8,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_fsdp2.config import (
+    FLAGS_OF_A_RUN,
     CheckpointConfig,
     DDPConfig,
     DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
     dtype_from_str,
+    spell_alike,
 )
 
 # the published contract, written out by hand
@@ -39,6 +41,10 @@ DEFAULTS = {
         "enable_fsdp2_prefetch": True,
         "fsdp2_backward_prefetch_depth": 2,
         "fsdp2_forward_prefetch_depth": 1,
+        "pp_schedule": "1f1b",
+        "pp_microbatches": None,
+        "pp_stages_per_rank": None,
+        "pp_layers_per_stage": None,
     },
     MegatronFSDPConfig: {
         "sequence_parallel": False,
@@ -210,6 +216,8 @@ def test_offload_policy(given, held):
         {"backend": "cpu:gloo,cuda:nccl"},
         {"backend": "cpu:gloo,cuda:nccl", "offload_policy": CPUOffloadPolicy()},
         {"fsdp2_backward_prefetch_depth": 0, "fsdp2_forward_prefetch_depth": 0},
+        {"pp_schedule": "gpipe", "pp_microbatches": 1, "pp_stages_per_rank": 1},
+        {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2, "pp_layers_per_stage": [3, 4, 4, 3]},
         {"tp_plan": "hf"},
         {"tp_plan": {"layers.*.q_proj": "colwise"}},
         {"tp_plan": "my_package.my_plan"},
@@ -269,6 +277,17 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "fsdp2_backward_prefetch_depth", -1, ValueError, "must not be negative; use 0 to prefetch nothing."),
     (FSDP2Config, "fsdp2_forward_prefetch_depth", -2, ValueError, "must not be negative; use 0 to prefetch nothing."),
     (FSDP2Config, "fsdp2_forward_prefetch_depth", True, TypeError, "must be an int; use the number of layers"),
+    (FSDP2Config, "pp_schedule", "zbv", ValueError, "is unknown; use '1f1b', 'interleaved_1f1b' or 'gpipe'."),
+    (FSDP2Config, "pp_microbatches", 0, ValueError, "must be an int >= 1; use None for the default."),
+    (FSDP2Config, "pp_microbatches", 4.0, TypeError, "must be an int or None."),
+    (FSDP2Config, "pp_microbatches", True, TypeError, "must be an int or None."),
+    (FSDP2Config, "pp_stages_per_rank", 0, ValueError, "must be an int >= 1; use None for the default."),
+    (FSDP2Config, "pp_stages_per_rank", "2", TypeError, "must be an int or None."),
+    (FSDP2Config, "pp_stages_per_rank", 2, ValueError, "with pp_schedule='1f1b': this schedule has one stage on each"),
+    (FSDP2Config, "pp_layers_per_stage", [], ValueError, "must have an int >= 1 for each stage; use None to balance"),
+    (FSDP2Config, "pp_layers_per_stage", [4, 0], ValueError, "must have an int >= 1 for each stage"),
+    (FSDP2Config, "pp_layers_per_stage", [4, 4.0], TypeError, "must be a list of ints, one for each stage; use None"),
+    (FSDP2Config, "pp_layers_per_stage", 4, TypeError, "must be a list of ints, one for each stage"),
     (FSDP2Config, "use_hf_tp_plan", True, TypeError, 'use tp_plan="hf"'),
     (FSDP2Config, "use_hf_tp_plan", False, TypeError, "tp_plan=None for our plan."),
     (MegatronFSDPConfig, "tp_plan", 3, TypeError, 'must be None, "hf", a dict or an import path.'),
@@ -313,6 +332,16 @@ def test_error_names_option_value_rule_and_remedy(config_class, option, value, e
             "backend='nccl' has no collectives for CPU tensors",
         ),
         ({"offload_policy": {"pin": True}}, "offload_policy has an unknown key 'pin'; use 'pin_memory'."),
+        (
+            {"pp_schedule": "gpipe", "pp_stages_per_rank": 3},
+            "pp_stages_per_rank=3 with pp_schedule='gpipe': this schedule has one stage on each rank; leave"
+            " pp_stages_per_rank out, or use pp_schedule='interleaved_1f1b'.",
+        ),
+        (
+            {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 1},
+            "pp_stages_per_rank=1 with pp_schedule='interleaved_1f1b': only several stages on each rank can be"
+            " interleaved; use an int >= 2, or pp_schedule='1f1b'.",
+        ),
     ],
 )
 def test_errors_of_mappings_and_combinations(options, message):
@@ -372,6 +401,27 @@ def test_check_for_nan_turns_its_successor_on():
 def test_explicit_options_do_not_warn(config_class, options, recwarn):
     config_class(**options)
     assert not recwarn
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ({}, 1),
+        ({"pp_schedule": "gpipe"}, 1),
+        ({"pp_schedule": "interleaved_1f1b"}, 2),
+        ({"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 3}, 3),
+    ],
+)
+def test_the_schedule_chooses_the_number_of_stages(options, stages):
+    config = FSDP2Config(**options)
+    assert config.stages_per_rank == stages
+    assert spell_alike(config) == spell_alike(FSDP2Config(**{**options, "pp_stages_per_rank": stages}))
+    assert spell_alike(config).pp_stages_per_rank == stages
+
+
+def test_only_the_schedule_and_the_micro_batches_may_change_between_runs():
+    flags = {name for name in DEFAULTS[FSDP2Config] if name.startswith("pp_")}
+    assert flags & {*FLAGS_OF_A_RUN} == {"pp_schedule", "pp_microbatches"}
 
 
 @pytest.mark.parametrize("config_class", DEFAULTS)

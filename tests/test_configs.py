@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from benchmarks.plans import plan
 from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.parallel.pipeline.schedule import build_orders, count_in_flight
 
 OTHERS = [name for name in (*RECIPES, "quickstart") if name != "pretrain_llama3_8b_fsdp2"]
 
@@ -36,6 +37,7 @@ def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str
             "tp_size": sizes.tp,
             "cp_size": sizes.cp,
             "ep_size": sizes.ep,
+            "pp_size": sizes.pp,
             "dp_replicate_size": sizes.dp_replicate,
         },
         "config": strategy.config.to_dict(),
@@ -69,8 +71,9 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(result["fused"])
     named = [callback["class_path"].rpartition(".")[2] for callback in config["trainer"]["callbacks"]]
     assert set(named) <= set(result["callbacks"])
-    replicas = recipe.ranks // (options.get("tp_size", 1) * options.get("cp_size", 1))
-    assert result["accumulated"] * replicas == 4
+    replicas = recipe.ranks // math.prod(options.get(f"{axis}_size", 1) for axis in ("pp", "cp", "tp"))
+    data = config["data"]["init_args"]
+    assert result["accumulated"] * replicas * data["batch_size"] == data["global_batch_size"]
     # and what it is for has been written
     assert (tmp_path / "outputs" / name / "checkpoints" / "last.ckpt").exists()
     assert len(list((tmp_path / "outputs" / name / "wandb").glob("offline-run-*/*.wandb"))) == 1
@@ -152,7 +155,14 @@ def get_activation_bytes(name: str, mesh: dict[str, int]) -> float:
         flags.get("activation_checkpointing", False),
         architecture,
     )
-    return per_value * tokens * architecture["hidden_size"] * architecture["num_hidden_layers"]
+    layers = architecture["num_hidden_layers"]
+    if (ranks := mesh.get("pipeline_parallel", 1)) > 1:
+        schedule = {"ranks": ranks, "stages_per_rank": flags.get("pp_stages_per_rank", 1)}
+        number = flags.get("pp_microbatches", data["batch_size"])
+        order, *_ = build_orders(flags["pp_schedule"], micro_batches=number, **schedule)
+        layers *= count_in_flight(order) / math.prod(schedule.values())
+        tokens /= number
+    return per_value * tokens * architecture["hidden_size"] * layers
 
 
 def format_count(count: int) -> str:
@@ -166,16 +176,17 @@ def format_count(count: int) -> str:
 def test_sizes_are_those_of_the_readme_and_the_header(name: str, tmp_path: Path) -> None:
     description = describe(name, tmp_path)
     totals, mesh = description["totals"], description["mesh"]
+    stages = f", pp {mesh['pipeline_parallel']}" if "pipeline_parallel" in mesh else ""
     adapters = totals["trained_parameters"] if totals["trained_parameters"] < totals["parameters"] else 0
     held = f"{(totals['weight_bytes'] + 3 * totals['gradient_bytes']) / 2**30:.1f}"
     gathered = f"{totals['largest_gathered_bytes'] / 2**30:.1f}"
     activations = f"{get_activation_bytes(name, mesh) / 2**30:.1f}"
     parameters = format_count(totals["parameters"])
-    layout = " \N{MULTIPLICATION SIGN} ".join(map(str, mesh.values()))
+    layout = " \N{MULTIPLICATION SIGN} ".join(str(size) for axis, size in mesh.items() if axis != "pipeline_parallel")
     assert get_row(name) == [
         f"{parameters}, {format_count(adapters)} trained" if adapters else parameters,
         "2 processes" if name == "quickstart" else str(totals["ranks"]),
-        f"{layout}, ep {description['expert_mesh']['ep']}" if description["expert_mesh"] else layout,
+        layout + (f", ep {description['expert_mesh']['ep']}" if description["expert_mesh"] else stages),
         *(held, gathered, activations),
         f"{12 * totals['trained_parameters'] / 1e9:.1f}",
     ]
@@ -214,7 +225,8 @@ def test_comments_say_what_is_planned(name: str, size: str, value: str, figures:
 def get_accumulation(name: str, gpus: int) -> int:
     config = read(name)
     data, mesh = config["data"]["init_args"], config["trainer"]["strategy"]["init_args"]
-    return data["global_batch_size"] * mesh.get("tp_size", 1) * mesh.get("cp_size", 1) // (data["batch_size"] * gpus)
+    shares = math.prod(mesh.get(f"{axis}_size", 1) for axis in ("pp", "cp", "tp"))
+    return data["global_batch_size"] * shares // (data["batch_size"] * gpus)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from helpers.flags import FLAGS, Setting, measure
+from helpers.pipeline_flags import PIPELINE_FLAGS, measure_stages
 from helpers.ranks import run_ranks
 from torch._dynamo.utils import counters
 
@@ -36,6 +37,18 @@ def test_a_value_of_a_flag_has_the_figures_of_the_page(
     is_default = replace(setting, value="", figures={}) == Setting(value="", figures={}) and setting.value != "chunked"
     figures = defaults if is_default else run_ranks(measure, setting.ranks, setting)[0]
     assert {name: figures[name] for name in setting.figures} == setting.figures
+
+
+STAGES = [
+    pytest.param(setting, id=f"{flag.name}-{setting.value}", marks=pytest.mark.slow if setting.is_slow else ())
+    for flag in PIPELINE_FLAGS
+    for setting in flag.settings
+]
+
+
+@pytest.mark.parametrize("setting", STAGES)
+def test_a_value_of_a_flag_of_pipelines_has_the_figures_of_the_page(setting: Setting) -> None:
+    assert run_ranks(measure_stages, setting.ranks, setting)[0] == setting.figures
 
 
 def test_the_page_says_so() -> None:

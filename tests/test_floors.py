@@ -14,6 +14,7 @@ PACKAGE = Path(lightning_fsdp2.__file__).parent
 FLOORS = (
     {"_moved", "_refusals", "labels", "compat", "config", "sizes"},
     {"mesh", "_cli_types", "data", "schedulers"},
+    {"mesh_axes"},
     {"modules", "ranks"},
     {"weights"},
     {"parallel"},
@@ -39,6 +40,7 @@ SIBLINGS = {
     ("loss.token_mean", "data.gradients"): "the mean is made by scaling gradients",
     ("megatron.driver", "data.gradients"): "its buffers are cleared with the gradients",
     ("megatron.tensor_parallel", "tensor.parameters"): "what the wrapper gets depends on how a parameter is sharded",
+    ("pipeline.run", "data.gradients"): "a batch reduces its gradients in its last backward",
     ("tensor.apply", "loss.cross_entropy"): "a sharded vocabulary has a loss of its own",
     ("tensor.styles.projections", "loss.cross_entropy"): "a loss asks the head for sharded logits",
 }

@@ -85,8 +85,59 @@ def test_sizes_of_eight_ranks(options: dict[str, Any], expected: tuple[int, ...]
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"pp_size": 2}, (2, 1, 8, 1, 1)),
+        ({"pp_size": 16}, (16, 1, 1, 1, 1)),
+        ({"pp_size": 2, "cp_size": 2, "tp_size": 2}, (2, 1, 2, 2, 2)),
+        ({"pp_size": 4, "dp_size": 2, "tp_size": 2}, (4, 1, 2, 1, 2)),
+        ({"pp_size": 2, "dp_size": -1, "dp_replicate_size": 4}, (2, 4, 2, 1, 1)),
+        ({"pp_size": 2, "dp_replicate_size": "auto", "num_nodes": 8}, (2, 4, 2, 1, 1)),  # a stage is on 4 nodes
+        ({"pp_size": 4, "dp_replicate_size": "auto", "num_nodes": 2}, (4, 1, 4, 1, 1)),  # 2 stages are on each node
+        ({"pp_size": None}, (1, 1, 16, 1, 1)),
+        ({"pp_size": 0}, (1, 1, 16, 1, 1)),
+    ],
+    ids=str,
+)
+def test_sizes_of_sixteen_ranks_with_a_pipeline(options: dict[str, Any], expected: tuple[int, ...]) -> None:
+    sizes = resolve(16, options)
+    assert (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp) == expected
+    assert sizes.stage == 16 // expected[0]
+
+
+@pytest.mark.parametrize(
     ("world_size", "options", "message"),
     [
+        (
+            8,
+            {"pp_size": 2, "dp_size": 3},
+            "dp_size=3 x pp_size=2 x cp_size=1 x tp_size=1 = 6, but the world size is 8;"
+            ' use dp_size="auto" or start 6 processes.',
+        ),
+        (
+            8,
+            {"pp_size": 3, "tp_size": 2},
+            "pp_size=3 x cp_size=1 x tp_size=2 = 6 does not divide the world size 8; choose sizes that do, or start 12"
+            " processes.",
+        ),
+        (
+            24,
+            {"pp_size": 2, "dp_replicate_size": 5},
+            "dp_replicate_size=5 does not divide the data parallel size 12 (world size 24 / (pp_size=2 x cp_size=1 x"
+            " tp_size=1)); use one of [1, 2, 3, 4, 6, 12].",
+        ),
+        (
+            16,
+            {"pp_size": 2, "dp_replicate_size": "auto", "num_nodes": 6},
+            "dp_replicate_size='auto' (one for each of 3 nodes of a pipeline stage) does not divide the data parallel"
+            " size 8 (world size 16 / (pp_size=2 x cp_size=1 x tp_size=1)); use one of [1, 2, 4, 8].",
+        ),
+        (
+            16,
+            {"pp_size": 4, "ep_size": 8},
+            "ep_size=8 does not divide the 4 ranks of one stage of a model replica (dp_shard=4 x cp_size=1 x"
+            " tp_size=1), which share the experts; use one of [1, 2, 4].",
+        ),
         (
             4,
             {"dp_size": 3},
@@ -151,6 +202,9 @@ def test_sizes_that_do_not_fit_the_world_are_refused_with_the_arithmetic(
         ("tp_size", "auto"),
         ("cp_size", 0),
         ("cp_size", 1.0),
+        ("pp_size", -1),
+        ("pp_size", True),
+        ("pp_size", "auto"),
     ],
 )
 def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value: Any) -> None:
@@ -169,7 +223,17 @@ def test_a_size_that_is_no_number_of_ranks_is_refused_by_name(option: str, value
             {"ep_size": 2},
             "ep_size=2: MegatronFSDPConfig has no expert parallelism; use ep_size=1",
         ),
-        (FSDP2Config(), {"pp_size": 4}, "pp_size=4: pipeline parallelism is not supported in this .*; use pp_size=1."),
+        (
+            DDPConfig(),
+            {"pp_size": 2},
+            "pp_size=2: DDPConfig has no pipeline parallelism; use pp_size=1, or FSDP2Config.",
+        ),
+        (
+            MegatronFSDPConfig(),
+            {"pp_size": 4},
+            "pp_size=4: MegatronFSDPConfig has no pipeline parallelism; use pp_size=1, or FSDP2Config.",
+        ),
+        (FSDP2Config(), {"pp_size": 3}, "pp_size=3 x cp_size=1 x tp_size=1 = 3 does not divide the world size 4"),
         (None, {"tp_size": 3}, "cp_size=1 x tp_size=3 = 3 does not divide the world size 4"),
         (
             DDPConfig(),
@@ -215,12 +279,12 @@ def test_experts_have_a_view_of_their_own_if_several_ranks_share_them() -> None:
     assert views[EXPERT_VIEW] == (2, 5, 21)
 
 
-def assert_sizes(mesh: DeviceMesh, sizes: tuple[int, ...]) -> None:
+def assert_sizes(mesh: DeviceMesh, sizes: tuple[int, ...], views: set[tuple[str, ...]] = VIEWS) -> None:
     assert mesh.mesh_dim_names == AXES
     assert mesh.shape == sizes
     assert mesh.device_type == "cpu"
     assert [get_mesh(mesh, axis).size() for axis in AXES] == list(sizes)
-    assert {view.mesh_dim_names for view in get_views(mesh)} == VIEWS
+    assert {view.mesh_dim_names for view in get_views(mesh)} == views
 
 
 @pytest.mark.parametrize(
@@ -322,6 +386,85 @@ def test_global_ranks_along_every_axis_with_tensor_parallel_innermost() -> None:
                     assert dist.get_process_group_ranks(axes.get_group()) == ranks
 
     run_one_of(16, 13, run)
+
+
+def test_a_pipeline_axis_is_outside_of_all_others() -> None:
+    """Of 2 stages with 2 x 2 x 2 x 2 ranks each, rank 29 is in stage 1: replica 1, shard 1, cp 0, tp 1."""
+
+    def run() -> None:
+        mesh = create_device_mesh(pp_size=2, dp_replicate_size=2, cp_size=2, tp_size=2, ep_size=4, device_type="cpu")
+        assert_sizes(mesh, (2, 2, 2, 2), {*VIEWS, EXPERT_VIEW, ("pipeline_parallel",), ("stage",)})
+        assert tuple(mesh.get_coordinate()) == (1, 1, 0, 1)
+        expected = {
+            "pipeline_parallel": [13, 29],
+            "stage": list(range(16, 32)),
+            "dp_replicate": [21, 29],
+            "dp_shard": [25, 29],
+            "context_parallel": [29, 31],
+            "tensor_parallel": [28, 29],
+            "dp_shard_cp": [25, 27, 29, 31],
+            "dp_cp": [17, 19, 21, 23, 25, 27, 29, 31],
+            "data_parallel": [17, 21, 25, 29],
+            "cp_tp": [28, 29, 30, 31],
+            "ep": [28, 29, 30, 31],
+            "efsdp": [25, 29],
+            ("dp_replicate", "dp_shard_cp"): [[17, 19, 21, 23], [25, 27, 29, 31]],
+            ("dp_shard_cp", "tensor_parallel"): [[24, 25], [26, 27], [28, 29], [30, 31]],
+        }
+        for view in get_views(mesh):
+            for names, ranks in expected.items():
+                axes = get_mesh(view, names)
+                assert axes.mesh.tolist() == ranks, names
+                if axes.ndim == 1:
+                    assert dist.get_process_group_ranks(axes.get_group()) == ranks
+
+    run_one_of(32, 29, run)
+
+
+def test_collectives_of_a_stage_stay_in_it_and_nothing_warns() -> None:
+    names = ("pipeline_parallel", "stage", "data_parallel", "dp_shard_cp", "dp_cp", "tensor_parallel", "cp_tp")
+
+    def run() -> dict[str, list[int]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mesh = create_device_mesh(FSDP2Config(), pp_size=2, tp_size=2, device_type="cpu")
+            return {name: ranks_reached(get_mesh(mesh, name)) for name in names}
+
+    for rank, reached in enumerate(run_ranks(run, 8)):
+        first = rank // 4 * 4  # of the stage
+        replicas, neighbours = [first + rank % 2, first + rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert reached == {
+            "pipeline_parallel": [rank % 4, rank % 4 + 4],
+            "stage": [first, first + 1, first + 2, first + 3],
+            **dict.fromkeys(("data_parallel", "dp_shard_cp", "dp_cp"), replicas),
+            **dict.fromkeys(("tensor_parallel", "cp_tp"), neighbours),
+        }
+
+
+def test_one_pipeline_stage_makes_no_axis_and_no_group() -> None:
+    """Each axis of a view has a group, but an axis of all ranks has the default one."""
+
+    def run() -> None:
+        def count() -> int:
+            return len(dist.distributed_c10d._world.pg_map)
+
+        axes = 4 + 3 + 2 + 3 + 2
+        for options, groups in (
+            ({}, axes - 5),  # dp_shard, dp_shard_cp, dp_cp and, in two views, data_parallel have all ranks
+            ({"tp_size": 2}, axes),
+            ({"pp_size": 2}, axes + 2),
+            ({"pp_size": 4, "tp_size": 2}, axes + 2),
+        ):
+            before = count()
+            mesh = create_device_mesh(device_type="cpu", **options)
+            assert count() - before == groups, options
+            assert len(get_views(mesh)) == (5 if options.get("pp_size", 1) == 1 else 7)
+        with pytest.raises(
+            ValueError, match=r"no axis 'pipeline_parallel'; it has \['context_parallel', 'cp_tp', 'data"
+        ):
+            get_mesh(create_device_mesh(device_type="cpu"), "pipeline_parallel")
+
+    run_one_of(8, 5, run)
 
 
 def test_get_mesh_refuses_an_unknown_name_with_those_there_are() -> None:

@@ -2,7 +2,15 @@
 
 import pytest
 from helpers.families import FAMILIES, NOT_BUILT
-from helpers.family_parity import CONTEXT_LAYOUTS, LAYOUTS, has_plan, measure_parity
+from helpers.family_parity import (
+    CONTEXT_LAYOUTS,
+    LAYOUTS,
+    PIPELINE_LAYOUTS,
+    get_optional_refusal,
+    has_plan,
+    measure_parity,
+)
+from helpers.ranks import RankError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SAMPLE = (
@@ -50,6 +58,31 @@ CONTEXT_SAMPLE = (
     "gemma4_text",  # keys and values of earlier layers, a part of the mask
 )
 CONTEXT_SLOW = ("gemma3_text", "mixtral", "gpt_oss", "gemma4_text")
+
+PIPELINE_SAMPLE = (
+    "opt",  # a layer's tuple with nothing behind the hidden states
+    "bloom",  # a norm of the embedding
+    "gemma2",  # tied, a scaled embedding, sequence parallel
+    "qwen3_next",  # linear attention
+    "deepseek_v3",  # a dense stage and a sparse one
+    "gpt_oss",
+)
+PIPELINE_SLOW = ("opt", "bloom", "qwen3_next", "deepseek_v3", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=pytest.mark.slow if family in PIPELINE_SLOW else ()) for family in PIPELINE_SAMPLE],
+)
+def test_a_family_trains_as_in_one_process_over_stages(family: str) -> None:
+    layout = list(PIPELINE_LAYOUTS)[PIPELINE_SAMPLE.index(family) % len(PIPELINE_LAYOUTS)]
+    assert measure_parity(family, layout) < 1e-5
+
+
+def test_a_family_that_cannot_be_divided_is_refused_with_the_reason() -> None:
+    with pytest.raises(RankError) as error:
+        measure_parity("gemma3n_text", "pp2")
+    assert "layers.0" in str(get_optional_refusal("gemma3n_text", error.value))
 
 
 @pytest.mark.parametrize(

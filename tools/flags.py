@@ -10,15 +10,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from helpers.flags import FLAGS
+from helpers.pipeline_flags import PIPELINE_FLAGS
 from helpers.reach import ROOT
 
 PAGE = ROOT / "docs" / "flags.md"
 
 HEADER = """# What the flags of FSDP2 do
 
-Every row was measured. The figures are those of one training step of a Llama of three layers on two CPU ranks (2
-sequences of 12 tokens each). `tests/test_flags.py` asserts all of them except those of asynchronous tensor parallelism,
-which are in `tests/parallel/tensor/test_fusion.py`. `python tools/flags.py` writes this page from the same data.
+Every row was measured. If nothing else is said, the figures are those of one training step of a Llama of three layers
+on two CPU ranks (2 sequences of 12 tokens each). `tests/test_flags.py` asserts all of them except those of asynchronous
+tensor parallelism, which are in `tests/parallel/tensor/test_fusion.py`. `python tools/flags.py` writes this page from
+the same data.
 """
 
 
@@ -33,7 +35,7 @@ def main() -> None:
 def make_page() -> str:
     """Return the page, in Markdown."""
     lines = [HEADER]
-    for flag in FLAGS:
+    for flag in (*FLAGS, *PIPELINE_FLAGS):
         names = list(dict.fromkeys(name for setting in flag.settings for name in setting.figures))
         lines += [
             f"## {flag.name}",

@@ -4,7 +4,8 @@ The families are causal language models that have a tensor parallel plan, or mod
 measured at a time. Results are kept under ``.parity/`` until a file that can affect them changes
 (:mod:`helpers.reach`). So an interrupted run continues where it stopped.
 
-Usage: python tools/parity_matrix.py [--context | --megatron | --experts | --images | --expert-images]
+Usage: python tools/parity_matrix.py [--context | --megatron | --experts | --pipelines | --images |
+--expert-images]
 [--families a,b] [--layouts "tp2;cp2"] [--output docs/x.md]
 """
 
@@ -25,12 +26,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from helpers import family_parity, vision_families, vision_parity
-from helpers.families import NOT_BUILT, get_families, get_mixture_families
+from helpers.families import NOT_BUILT, get_all_families, get_families, get_mixture_families
 from helpers.family_parity import (
     CONTEXT_LAYOUTS,
     EXPERT_LAYOUTS,
     LAYOUTS,
     MEGATRON_LAYOUTS,
+    PIPELINE_LAYOUTS,
     get_optional_refusal,
     measure_parity,
 )
@@ -96,6 +98,16 @@ ABOUT_EXPERTS = [
     "context parallel ranks, and `sp` `sequence_parallel=True`. `accumulate 2` means two micro-batches per step,",
     "synchronised once.",
 ]
+ABOUT_PIPELINES = [
+    "This page compares every causal language model family of transformers that has a tensor parallel plan, or packed",
+    "experts, on pipeline parallel layouts. It is made as the page on tensor parallelism: a tiny random model of each",
+    "family trains for",
+    *ABOUT_TEXT[2:7],
+    "",
+    "`pp2` means two pipeline parallel ranks, with one layer each. A step has two micro-batches, which run through the",
+    "stages in the order of 1F1B. `dp2` means two data parallel ranks, `tp2` two tensor parallel ranks, and `sp`",
+    "`sequence_parallel=True`.",
+]
 REFUSED_EXPERTS = {family: f"refused, because {reason}." for family, reason in REFUSED.items()}
 
 TEXT = Matrix(
@@ -118,6 +130,13 @@ EXPERTS = replace(
     get_families=get_mixture_families,
     not_built=REFUSED_EXPERTS,
 )
+PIPELINES = replace(
+    TEXT,
+    title="Pipeline parallel parity",
+    about=ABOUT_PIPELINES,
+    layouts=list(PIPELINE_LAYOUTS),
+    get_families=get_all_families,
+)
 IMAGES = Matrix(
     title="Parity of multimodal models with images",
     about=ABOUT_IMAGES,
@@ -134,7 +153,7 @@ EXPERT_IMAGES = replace(
     layouts=list(vision_parity.EXPERT_LAYOUTS),
     get_families=vision_parity.get_vision_mixtures,
 )
-_MATRICES = (TEXT, CONTEXT, MEGATRON, EXPERTS, IMAGES, EXPERT_IMAGES)
+_MATRICES = (TEXT, CONTEXT, MEGATRON, EXPERTS, PIPELINES, IMAGES, EXPERT_IMAGES)
 LAYOUTS_OF_ALL = [layout for matrix in _MATRICES for layout in matrix.layouts]
 
 
@@ -238,6 +257,7 @@ def parse_arguments() -> argparse.Namespace:
         ("--context", CONTEXT, "the layouts of context parallelism"),
         ("--megatron", MEGATRON, "the layouts of tensor parallelism under Megatron-FSDP"),
         ("--experts", EXPERTS, "the layouts of expert parallelism"),
+        ("--pipelines", PIPELINES, "the layouts of pipeline parallelism"),
         ("--expert-images", EXPERT_IMAGES, "mixtures that see images, with images"),
         ("--images", IMAGES, "models that see images, with images"),
     ):

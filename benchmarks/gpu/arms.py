@@ -65,6 +65,9 @@ class Workload:
     tp_size: int = 1
     """Number of tensor parallel ranks. If there are several, sequence parallelism is on, too."""
 
+    pp_size: int = 1
+    """Number of pipeline parallel ranks, which read as many times ``batch_size`` sequences."""
+
     @property
     def all_steps(self) -> int:
         """Number of steps of a run. The last step only ends the time of the step before it."""
@@ -83,7 +86,7 @@ class Workload:
     def make_batches(self) -> DataLoader[dict[str, Tensor]]:
         """Make the batches of all steps."""
         shape = (self.batch_size, self.sequence_length, self.model["vocab_size"])
-        return make_loader(self.all_steps, *shape, distinct=self.distinct, tp_size=self.tp_size)
+        return make_loader(self.all_steps, *shape, distinct=self.distinct, tp_size=self.tp_size, pp_size=self.pp_size)
 
     def make_model(self) -> LlamaForCausalLM:
         """Make the model with random weights on the device."""

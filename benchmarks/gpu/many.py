@@ -6,11 +6,13 @@ script fails. The noise is the difference between FSDP2Strategy and a run of FSD
 both within the noise of the float32 run, they differ by at most twice the noise. ``--strategy fsdp2`` compares
 FSDP2Strategy with itself. With ``--tp-size``, all of them have as many tensor parallel ranks, and sequence parallelism.
 With ``--ep-size``, the model is a mixture of experts, and the compared FSDP2Strategy has as many expert parallel ranks.
+With ``--pp-size``, the compared FSDP2Strategy has as many pipeline stages, and trains on the same global batches.
 
     torchrun --nproc-per-node 8 -m benchmarks.gpu.many
     python -m benchmarks.gpu.many --strategy megatron_fsdp      # one GPU
     torchrun --nproc-per-node 4 -m benchmarks.gpu.many --strategy megatron_fsdp --tp-size 2
     torchrun --nproc-per-node 8 -m benchmarks.gpu.many --strategy fsdp2 --ep-size 8
+    torchrun --nproc-per-node 8 -m benchmarks.gpu.many --strategy fsdp2 --pp-size 2 --pp-schedule interleaved_1f1b
 """
 # ruff: noqa: T201
 
@@ -18,6 +20,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +45,7 @@ from benchmarks.gpu.shapes import LLAMA_1_5B, make_mixture
 from benchmarks.trainings import describe_machine, get_device, process_group
 from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPConfig, MegatronFSDPStrategy
 from lightning_fsdp2.parallel.megatron import wrap
+from lightning_fsdp2.parallel.pipeline.schedule import SCHEDULES
 
 ARMS: dict[str, Arm] = BASELINES | OPTIONS
 COMPARED: dict[str, Callable[..., Any]] = {
@@ -73,13 +77,17 @@ def measure(arms: Mapping[str, Arm], workload: Workload, rounds: int) -> dict[st
     return readings
 
 
-def compare(strategy: str, workload: Workload, rounds: int, ep_size: int = 1) -> bool:
+def compare(args: argparse.Namespace, workload: Workload) -> bool:
     """Let FSDP2Strategy and another strategy take turns, print a report, and return whether their losses are equal."""
     # checkpointing needs less memory and gives the same numbers
+    strategy, rounds = args.strategy, args.rounds
     exact = {"float32": partial(run_ours, precision="32-true", activation_checkpointing="full")}
     in_float32 = get_losses(measure(exact, workload, 1), "float32") * rounds
-    make = partial(make_strategy, strategy, workload.tp_size, ep_size)
-    arms: dict[str, Arm] = {OURS: run_ours, strategy: lambda *given: run_ours(*given, strategy=make())}
+    other = replace(workload, pp_size=args.pp_size)
+    arms: dict[str, Arm] = {
+        OURS: run_ours,
+        strategy: lambda _, clock: run_ours(other, clock, strategy=make_strategy(args)),
+    }
     readings = measure(arms, workload, rounds)
     ours, theirs = (get_losses(readings, name) for name in arms)
     noise, other_noise = (get_largest_difference(losses, in_float32) for losses in (ours, theirs))
@@ -94,12 +102,14 @@ def compare(strategy: str, workload: Workload, rounds: int, ep_size: int = 1) ->
     return difference <= 2 * noise
 
 
-def make_strategy(name: str, tp_size: int, ep_size: int) -> Any:
+def make_strategy(args: argparse.Namespace) -> Any:
     """Make a strategy to compare."""
-    options: dict[str, Any] = {"ep_size": ep_size} if ep_size > 1 else {}
-    if tp_size > 1:
-        options |= {"tp_size": tp_size, "config": TENSOR_PARALLEL[name](sequence_parallel=True)}
-    return COMPARED[name](**options)
+    sizes = {name: size for name in ("tp_size", "ep_size", "pp_size") if (size := getattr(args, name)) > 1}
+    flags: dict[str, Any] = {"sequence_parallel": True} if args.tp_size > 1 else {}
+    if args.pp_size > 1:
+        flags |= {"pp_schedule": args.pp_schedule}
+    options = {"config": TENSOR_PARALLEL[args.strategy](**flags)} if flags else {}
+    return COMPARED[args.strategy](**sizes, **options)
 
 
 def get_losses(readings: Readings, name: str) -> list[list[float]]:
@@ -151,6 +161,8 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     runs.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
     parser.add_argument("--tp-size", type=int, default=1, help="tensor parallel ranks, with --strategy; default: 1")
     parser.add_argument("--ep-size", type=int, default=1, help="expert parallel ranks, with --strategy; default: 1")
+    parser.add_argument("--pp-size", type=int, default=1, help="pipeline parallel ranks, with --strategy; default: 1")
+    parser.add_argument("--pp-schedule", choices=SCHEDULES, default="1f1b", help="default: 1f1b")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     parser.add_argument("--warmup-steps", type=int, default=6, help="untimed steps of each round")
     parser.add_argument("--blocks", type=int, help="timed blocks of each round; default: 3, or 12 with --strategy")
@@ -167,6 +179,8 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--tp-size {args.tp_size} needs --strategy {' or '.join(TENSOR_PARALLEL)}.")
     if args.ep_size != 1 and args.strategy != "fsdp2":
         parser.error(f"--ep-size {args.ep_size} needs --strategy fsdp2.")
+    if args.pp_size != 1 and args.strategy != "fsdp2":
+        parser.error(f"--pp-size {args.pp_size} needs --strategy fsdp2.")
     if args.strategy == "megatron_fsdp" and get_device().type not in wrap.DEVICE_TYPES:
         parser.error("--strategy megatron_fsdp needs a CUDA device, and there is none; run it where there is one.")
     return args
@@ -178,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workload = build_workload(args)
     with process_group():
         if args.strategy:
-            if not compare(args.strategy, workload, args.rounds, args.ep_size):
+            if not compare(args, workload):
                 sys.exit("The losses differ by more than twice the noise of bfloat16.")
             return
         left_out = [name for name in args.arms if name in NEED_CUDA and not torch.cuda.is_available()]

@@ -28,6 +28,8 @@ from lightning_fsdp2 import (
     create_device_mesh,
 )
 from lightning_fsdp2.parallel.megatron import wrap
+from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
+from lightning_fsdp2.parallel.pipeline.plain_loop import train_on_stages
 from lightning_fsdp2.ranks.whole_tensors import gather
 
 LOSS_TOLERANCE = GRADIENT_TOLERANCE = 1e-5
@@ -49,6 +51,16 @@ class Layout:
     is_mixture: bool = False
     """Whether the model is a mixture of experts, and not a Llama."""
 
+    @property
+    def pp_size(self) -> int:
+        """Number of pipeline parallel ranks."""
+        return self.sizes.get("pp_size", 1)
+
+    @property
+    def shares(self) -> int:
+        """Number of ranks that read the same sequences."""
+        return self.pp_size * self.sizes.get("tp_size", 1) * self.sizes.get("cp_size", 1)
+
 
 LAYOUTS = {
     "FSDP": Layout({}),
@@ -62,6 +74,11 @@ LAYOUTS = {
     "expert + tensor + sequence parallel": Layout(
         {"ep_size": 2, "tp_size": 2}, {"sequence_parallel": True}, is_mixture=True
     ),
+    "pipeline parallel, 1F1B": Layout({"pp_size": 2}),
+    "pipeline parallel, GPipe": Layout({"pp_size": 2}, {"pp_schedule": "gpipe"}),
+    "pipeline parallel, interleaved": Layout({"pp_size": 2}, {"pp_schedule": "interleaved_1f1b"}),
+    "pipeline parallel, full AC": Layout({"pp_size": 2}, {"activation_checkpointing": "full"}),
+    "pipeline + tensor + sequence parallel": Layout({"pp_size": 2, "tp_size": 2}, {"sequence_parallel": True}),
     "Megatron-FSDP": Layout({}, is_megatron=True),
     "Megatron-FSDP, double buffer": Layout({}, {"fsdp_double_buffer": True}, is_megatron=True),
     "Megatron-FSDP, tensor + sequence parallel": Layout({"tp_size": 2}, {"sequence_parallel": True}, is_megatron=True),
@@ -76,7 +93,7 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
     process to 1e-5, and each gradient to 1e-5 of its largest value. A larger difference is a race or an error of a
     kernel. The same layout on CPUs tells which. NCCL is not checked, since it needs a GPU for each rank.
     """
-    llama, length = (TINY, 32) if args.scale == TOY else (SHORT, 1024)
+    llama, length = ({**TINY, "num_hidden_layers": 4}, 32) if args.scale == TOY else (SHORT, 1024)
     models = {False: llama, True: make_mixture(llama)}
     expected = {kind: run_forked(partial(run_alone, models[kind], length, args.ranks), 1)[0] for kind in models}
     rows: list[list[Any]] = []
@@ -84,6 +101,9 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
     for name, layout in LAYOUTS.items():
         if layout.is_megatron and get_device_type() not in wrap.DEVICE_TYPES:
             rows.append([name, "needs CUDA", None, None])
+            continue
+        if args.ranks % layout.shares:
+            rows.append([name, f"needs --ranks {layout.shares}", None, None])
             continue
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -123,17 +143,26 @@ def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, fo
     else:
         config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **layout.flags)
     mesh = create_device_mesh(config, device_type=get_device_type(), **layout.sizes)
-    shares = layout.sizes.get("tp_size", 1) * layout.sizes.get("cp_size", 1)
-    tokens = make_tokens(fields, length, ranks).chunk(ranks // shares)[rank // shares]
+    # the ranks of a stage are consecutive
+    index = rank % (ranks // layout.pp_size) // (layout.shares // layout.pp_size)
+    tokens = make_tokens(fields, length, ranks).chunk(ranks // layout.shares)[index]
     model = make_model(fields)
     if layout.is_megatron:
         wrapped, _ = MegatronFSDPManager(config, mesh).parallelize(model, torch.optim.SGD(model.parameters()))
     else:
         wrapped = FSDP2Manager(config, mesh).parallelize(model)
-    loss = get_loss(wrapped, tokens)
-    loss.backward()
+    if layout.pp_size > 1:
+        step = partial(get_loss, wrapped)
+        loss = train_on_stages(wrapped, step, tokens, micro_batches=len(tokens), schedule=config.pp_schedule)
+    else:
+        loss = get_loss(wrapped, tokens)
+        loss.backward()
     clip_grad_norm_([*wrapped.parameters()], math.inf)  # creates the gradients of Megatron-FSDP
     gradients = {name: gather(parameter.grad).cpu() for name, parameter in model.named_parameters()}
+    if layout.pp_size > 1:
+        stages: list[Any] = [None] * layout.pp_size
+        dist.all_gather_object(stages, gradients, group=get_pipeline(wrapped).control)
+        gradients = {name: gradient for stage in stages for name, gradient in stage.items()}
     loss = loss.detach()
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     dist.barrier()  # a rank that exits early would make its peers fail

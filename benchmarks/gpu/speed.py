@@ -13,6 +13,7 @@ from benchmarks.gpu.arm_parts import compare_baselines, compare_baselines_8b, co
 from benchmarks.gpu.command import build_parser, run
 from benchmarks.gpu.experts_part import compare_experts
 from benchmarks.gpu.kernel_part import compare_kernels
+from benchmarks.gpu.pipeline_part import compare_micro_batches
 from benchmarks.gpu.save_part import compare_saves
 from benchmarks.gpu.trace_part import write_trace
 
@@ -20,6 +21,7 @@ PARTS = (
     compare_baselines,
     compare_kernels,
     compare_experts,
+    compare_micro_batches,
     write_trace,
     compare_options,
     compare_baselines_8b,

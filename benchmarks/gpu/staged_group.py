@@ -22,6 +22,16 @@ def register() -> None:
         dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", "cuda"])
 
 
+class Finished:
+    """Work that has ended. The work of gloo's ``recv`` would wait again for another message."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class StagedGroup(dist.ProcessGroup):
     """Process group with the methods that torch 2.11 and 2.13 call. Each collective is finished when it returns."""
 
@@ -73,6 +83,17 @@ class StagedGroup(dist.ProcessGroup):
         staged = torch.empty_like(output, device="cpu")
         work = self._gloo.alltoall_base(staged, _to_host(given), output_sizes, input_sizes)
         return _finish(work, [output], [staged])
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> Any:
+        (tensor,) = tensors
+        self._gloo.send([_to_host(tensor)], rank, tag).wait()
+        return Finished()
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> Any:
+        (tensor,) = tensors
+        staged = torch.empty_like(tensor, device="cpu")
+        _finish(self._gloo.recv([staged], rank, tag), [tensor], [staged])
+        return Finished()
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return [self.allreduce([tensor], opts) for tensor in tensors][-1]

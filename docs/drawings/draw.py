@@ -7,6 +7,14 @@ script or a font of its own.
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from lightning_fsdp2.parallel.pipeline.schedule import (
+    Kind,
+    build_orders,
+    compute_bubble,
+    count_in_flight,
+    run_in_unit_time,
+)
+
 INK, FAINT, CARD, PANEL, LINE, WHITE = "#1f2430", "#5b6472", "#f7f8fa", "#eef1f6", "#c9ced6", "#ffffff"
 COLOURS = ("#2f6fd0", "#2c8a57", "#c4620a", "#7d4bb3")
 """White text is legible on each."""
@@ -211,12 +219,39 @@ def draw_context_parallel() -> Drawing:
     return drawing
 
 
+def draw_schedules() -> Drawing:
+    """Three pipeline schedules on four ranks, as their orders run when a forward takes one unit of time."""
+    drawing = Drawing(760, 500, "GPipe, 1F1B and interleaved 1F1B on four ranks with eight micro-batches")
+    for number, (schedule, stages) in enumerate((("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))):
+        orders = build_orders(schedule, ranks=4, micro_batches=8, stages_per_rank=stages)
+        top, unit = 24 + number * 146, 20 / stages
+        drawing.text(20, top + 10, schedule + (f", {stages} stages on each rank" if stages > 1 else ""), bold=True)
+        kept = ", ".join(f"{count_in_flight(order) / stages:g}" for order in orders)
+        facts = f"{compute_bubble(orders):.0%} idle; most micro-batches in flight: {kept}"
+        drawing.text(740, top + 10, facts, size=13, ink=FAINT, anchor="end")
+        for rank in range(4):
+            drawing.text(20, top + 37 + rank * 27, f"rank {rank}", size=13)
+            drawing.box(74, top + 20 + rank * 27, 666, 25, fill=PANEL, radius=2)
+        for event in run_in_unit_time(orders):
+            colour = COLOURS[2 * (event.action.stage // 4) + (event.action.kind is Kind.BACKWARD)]
+            left, width = 77 + event.start * unit, (event.end - event.start) * unit - 1
+            label = str(event.action.micro_batch)
+            drawing.box(left, top + 22 + event.rank * 27, width, 21, label, fill=colour, line=colour, size=10, radius=1)
+    for place, name in enumerate(("forward", "backward", "forward, later stage", "backward, later stage")):
+        left = (20, 110, 220, 380)[place]
+        drawing.box(left, 462, 14, 14, fill=COLOURS[place], line=COLOURS[place], radius=1)
+        drawing.text(left + 20, 474, name, size=13)
+    drawing.text(740, 474, "a number is a micro-batch", size=13, ink=FAINT, anchor="end")
+    return drawing
+
+
 DRAWINGS = {
     "overview": draw_overview,
     "mesh": draw_mesh,
     "units": draw_units,
     "tensor_parallel": draw_tensor_parallel,
     "context_parallel": draw_context_parallel,
+    "pipeline_schedules": draw_schedules,
 }
 
 

@@ -47,17 +47,18 @@ class ExpertBias(Callback):
                 " trains adapters; remove the callback."
             )
         self._counts = ExpertCounts(pl_module, trainer)
-        self._routers = [_find_router(pl_module, name) for name in self._counts.layers]
+        names = [*self._counts.layers]
+        self._routers = {row: _find_router(pl_module, names[row]) for row in self._counts.own}
         # a checkpoint leaves out frozen parameters that pretrained files hold, but the files no longer hold these
-        forget_loaded(pl_module, set(self._routers))
+        forget_loaded(pl_module, set(self._routers.values()))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._counts is None:
             return
         loads = all_reduce_(self._counts.take()).double()
         changes = self.rate * torch.sign(loads.mean(1, keepdim=True) - loads)
-        for (router, name), change in zip(self._routers, changes, strict=True):
-            _add(getattr(router, name), change)
+        for row, (router, name) in self._routers.items():
+            _add(getattr(router, name), changes[row])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._counts is not None:

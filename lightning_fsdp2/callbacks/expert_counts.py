@@ -11,6 +11,7 @@ from lightning_fsdp2.compat.torch import is_in_backward
 from lightning_fsdp2.mesh import get_optional_mesh
 from lightning_fsdp2.modules.experts import get_arguments, get_optional_expert_mesh, is_packed_experts
 from lightning_fsdp2.modules.structure import get_hf_models
+from lightning_fsdp2.modules.stubs import with_skeletons
 from lightning_fsdp2.ranks.collectives import get_shard_range
 from lightning_fsdp2.sizes import TENSOR_PARALLEL
 
@@ -29,22 +30,17 @@ class ExpertCounts:
         ValueError: If the module has no packed experts, or layers with different numbers of experts.
 
     Attributes:
-        layers: Modules of packed experts, by name. Models that are frozen as a whole are left out.
+        layers: Modules of packed experts in all pipeline stages, by name. Models that are frozen as a whole are left
+            out.
+        own: Those of ``layers`` that this rank's pipeline stages run, with their positions in ``layers`` as keys.
         forwards: Number of forwards of each layer that were counted since the last call of :meth:`take`.
     """
 
     def __init__(self, module: nn.Module, trainer: Trainer) -> None:
-        frozen = {
-            inner
-            for model in get_hf_models(module)
-            if not any(parameter.requires_grad for parameter in model.parameters())
-            for inner in model.modules()
-        }
-        self.layers: dict[str, Any] = {
-            name: inner
-            for name, inner in module.named_modules()
-            if inner not in frozen and (get_optional_expert_mesh(inner) is not None or is_packed_experts(inner))
-        }
+        present = set(module.modules())
+        with with_skeletons(module):
+            self.layers = _find_layers(module)
+        self.own = {row: experts for row, experts in enumerate(self.layers.values()) if experts in present}
         self.forwards = 0
         self._trainer = trainer
         numbers = {count_experts(experts) for experts in self.layers.values()}
@@ -62,11 +58,13 @@ class ExpertCounts:
         self._tp_share = (0, 1) if tp_mesh is None else (tp_mesh.get_local_rank(), tp_mesh.size())
         self._handles = [
             experts.register_forward_pre_hook(self._make_hook(row, get_arguments(experts)[1]), with_kwargs=True)
-            for row, experts in enumerate(self.layers.values())
+            for row, experts in self.own.items()
         ]
 
     def take(self) -> Tensor:
         """Return this rank's counts since the last call, [layers, experts], int64, and reset them to zero.
+
+        The counts of layers that only other pipeline stages run are zero.
 
         Tensor parallel ranks have the same tokens, and each rank counts a different part of them. So no token is
         counted twice in the sum over all ranks.
@@ -87,7 +85,7 @@ class ExpertCounts:
             if not (self._trainer.training and torch.is_grad_enabled()):
                 return
             is_recomputed = is_in_backward()
-            self.forwards += row == 0 and not is_recomputed
+            self.forwards += row == next(iter(self.own)) and not is_recomputed
             indices = args[1] if len(args) > 1 else kwargs[name]
             start, length = get_shard_range(indices.size(0), *self._tp_share)
             own = indices.detach().narrow(0, start, length).flatten().long()
@@ -98,6 +96,20 @@ class ExpertCounts:
             self._counts[row].add_(counts[:-1], alpha=0 if is_recomputed else 1)
 
         return count
+
+
+def _find_layers(module: nn.Module) -> dict[str, Any]:
+    frozen = {
+        inner
+        for model in get_hf_models(module)
+        if not any(parameter.requires_grad for parameter in model.parameters())
+        for inner in model.modules()
+    }
+    return {
+        name: inner
+        for name, inner in module.named_modules()
+        if inner not in frozen and (get_optional_expert_mesh(inner) is not None or is_packed_experts(inner))
+    }
 
 
 def count_experts(experts: Any) -> int:

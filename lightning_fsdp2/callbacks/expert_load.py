@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_fsdp2.callbacks.expert_counts import ExpertCounts, all_reduce_
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step, log_metrics
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh
+from lightning_fsdp2.modules.stages import get_optional_stages
 
 
 class ExpertLoad(Callback):
@@ -53,10 +54,16 @@ class ExpertLoad(Callback):
         if self._counts is None or not is_logging_step(trainer):
             return
         forwards, own = self._counts.forwards, self._counts.take()
-        rows = _assign_to_ranks(own, [*self._counts.layers.values()])
-        numbers = all_reduce_(torch.cat([own, rows], dim=1)).double().cpu()
-        loads, rows = numbers.split([own.size(1), rows.size(1)], dim=1)
-        self.latest = {**_describe_loads(loads), **_describe_rows(rows / max(1, forwards))}
+        rows = _assign_to_ranks(own, [*self._counts.own.values()], getattr(trainer.strategy, "ep_size", 1))
+        # a layer is run by the ranks of one pipeline stage, and other stages may have no experts
+        forwards_by_layer = own.new_zeros(len(own), 1)
+        forwards_by_layer[[*self._counts.own]] = forwards
+        numbers = all_reduce_(torch.cat([own, rows, forwards_by_layer], dim=1)).double().cpu()
+        loads, rows, forwards_by_layer = numbers.split([own.size(1), rows.size(1), 1], dim=1)
+        stages = get_optional_stages(pl_module)
+        ranks = trainer.world_size // (1 if stages is None else stages.num_ranks)
+        rows = rows * ranks / forwards_by_layer.clamp(min=1)
+        self.latest = {**_describe_loads(loads), **_describe_rows(rows, ranks)}
         log_metrics(trainer, self.latest)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -65,21 +72,23 @@ class ExpertLoad(Callback):
             self._counts = None
 
 
-def _assign_to_ranks(counts: Tensor, layers: list[Any]) -> Tensor:
+def _assign_to_ranks(counts: Tensor, own: list[Any], ep_size: int) -> Tensor:
     """Return how many rows this rank sends to each rank, [layers, ranks].
 
     A token that is routed to k experts makes k rows. Without expert parallelism, the result is [layers, 0].
 
     Args:
         counts: Number of this rank's tokens for each expert, [layers, experts].
-        layers: Packed experts of each layer.
+        own: Packed experts of this rank's pipeline stages. There may be none.
+        ep_size: Number of expert parallel ranks.
     """
-    mesh = get_optional_expert_mesh(layers[0])
+    to_ranks = counts.new_zeros(len(counts), dist.get_world_size() if ep_size > 1 else 0)
+    mesh = next(map(get_optional_expert_mesh, own), None)
     if mesh is None:
-        return counts.new_zeros(len(layers), 0)
+        return to_ranks
     receivers = torch.tensor(dist.get_process_group_ranks(mesh.get_group()), device=counts.device)
-    rows = counts.view(len(layers), mesh.size(), -1).sum(2)
-    return counts.new_zeros(len(layers), dist.get_world_size()).index_add(1, receivers, rows)
+    rows = counts.view(len(counts), mesh.size(), -1).sum(2)
+    return to_ranks.index_add(1, receivers, rows)
 
 
 def _describe_loads(loads: Tensor) -> dict[str, float]:
@@ -96,8 +105,13 @@ def _describe_loads(loads: Tensor) -> dict[str, float]:
     return metrics
 
 
-def _describe_rows(rows: Tensor) -> dict[str, float]:
-    """Return the metrics of the rows that each rank received per forward of a layer, [layers, ranks], float64."""
+def _describe_rows(rows: Tensor, ranks: int) -> dict[str, float]:
+    """Return the metrics of the rows that each rank received per forward of a layer.
+
+    Args:
+        rows: Number of rows, [layers, all ranks], float64.
+        ranks: Number of ranks of a pipeline stage. A layer sends rows only to those of its own stage.
+    """
     if rows.numel() == 0:
         return {}
-    return {"experts/rows": float(rows.mean()), "experts/max_rows": float(rows.max())}
+    return {"experts/rows": float(rows.sum(1).mean()) / ranks, "experts/max_rows": float(rows.max())}

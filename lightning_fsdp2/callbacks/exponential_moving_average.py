@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2.checkpoint.stages import gather_over_stages, list_names_elsewhere
 from lightning_fsdp2.checkpoint.state import shard_like
 from lightning_fsdp2.ranks.failures import list_names
 
@@ -49,7 +50,7 @@ class ExponentialMovingAverage(Callback):
         self.decay = decay
         self.every_n_steps = every_n_steps
         self.averages: dict[str, Tensor] = {}
-        """Averages by parameter name: float32, sharded like the parameters."""
+        """Averages by parameter name: float32, sharded like the parameters, and of this rank's pipeline stages."""
         self._module: LightningModule | None = None  # module whose weights are averaged
         self._updates = 0
         self._last_step = 0
@@ -71,7 +72,8 @@ class ExponentialMovingAverage(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trained = _get_trained(pl_module)
         if self._loaded is not None:
-            if changed := self._loaded.keys() ^ trained.keys():
+            everywhere = {name for names in gather_over_stages(pl_module, list(trained)) for name in names}
+            if changed := self._loaded.keys() ^ everywhere:
                 raise ValueError(
                     "The checkpoint holds moving averages, but not for the same parameters that this run trains; these"
                     f" differ: {list_names(changed)}. Train the same parameters, or load only the checkpoint's weights."
@@ -83,9 +85,11 @@ class ExponentialMovingAverage(Callback):
 
     def _take_loaded(self, module: LightningModule) -> None:
         loaded, self._loaded = self._loaded, None
-        parameters = dict(module.named_parameters())
+        parameters, elsewhere = dict(module.named_parameters()), list_names_elsewhere(module)
         self._module = module
-        self.averages = {name: shard_like(average, parameters[name]) for name, average in loaded.items()}
+        self.averages = {
+            name: shard_like(average, parameters[name]) for name, average in loaded.items() if name not in elsewhere
+        }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step = trainer.global_step

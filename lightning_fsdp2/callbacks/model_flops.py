@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp2.modules.structure import ModelParts, find_structure
+from lightning_fsdp2.modules.stubs import with_skeletons
 
 _PEAKS = {
     "gb200": (2500, 1250, 80),
@@ -96,20 +97,22 @@ def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:
     model FLOPs utilisation (MFU), so recomputation by activation checkpointing does not count.
 
     Args:
-        module: Module that holds one Hugging Face language model; sharded parameters count in full.
+        module: Module that holds one Hugging Face language model; sharded parameters count in full, and so do those of
+            other pipeline stages.
         sequence_length: T. Under context parallelism, this is the length of the whole sequence.
 
     Raises:
         ValueError: When the operations of this model cannot be counted; the message says why.
     """
-    models = find_structure(module).models
-    if len(models) != 1:
-        raise ValueError(f"{type(module).__name__} holds {len(models)} Hugging Face models, not one")
-    config = cast(Any, models[0].module).config
-    text = config.get_text_config()
-    if text is not config:
-        raise ValueError(f"{type(config).__name__} has parts other than text")
-    return _count_products(models[0], text) + 6 * _count_attention(text, sequence_length)
+    with with_skeletons(module):  # also the layers of other pipeline stages
+        models = find_structure(module).models
+        if len(models) != 1:
+            raise ValueError(f"{type(module).__name__} holds {len(models)} Hugging Face models, not one")
+        config = cast(Any, models[0].module).config
+        text = config.get_text_config()
+        if text is not config:
+            raise ValueError(f"{type(config).__name__} has parts other than text")
+        return _count_products(models[0], text) + 6 * _count_attention(text, sequence_length)
 
 
 def _count_products(parts: ModelParts, config: Any) -> float:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
 from lightning_fsdp2.callbacks.throughput import Throughput
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
+from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 
 _INITIAL_LOSS = "initial_loss"
@@ -34,6 +35,9 @@ class RunReport(Callback):
             module with a ``tokenizer`` and a LightningModule whose ``model`` can ``generate``.
         max_new_tokens: Largest number of tokens in the sample.
         temperature: Temperature of sampling; 0 takes the likeliest token each time.
+
+    Raises:
+        ValueError: At the start of training, when there is a ``prompt``, but pipeline parallelism divides the model.
     """
 
     def __init__(
@@ -58,6 +62,13 @@ class RunReport(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._final_loss = None
+        stages = get_optional_stages(pl_module)
+        if self.prompt is not None and stages is not None:
+            raise ValueError(
+                f"RunReport(prompt={self.prompt!r}): with pp_size={stages.num_ranks}, the model cannot generate text,"
+                " because each rank has the caches of its own layers only. Leave prompt out, and generate with the"
+                " exported model (HuggingFaceExport)."
+            )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = trainer.callback_metrics.get(self.monitor)

@@ -1,12 +1,14 @@
 """Checkpoints without the frozen weights of pretrained models, which are read from these models' files instead."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from lightning_fsdp2.checkpoint.stages import gather_over_stages, list_names_elsewhere
 from lightning_fsdp2.ranks.coordination import on_first_rank
 from lightning_fsdp2.weights.pretrained import Frozen, list_frozen
 
@@ -31,17 +33,23 @@ def describe_left_out(
 ) -> list[LeftOut]:
     """Return one record for each pretrained model in ``module`` that has frozen weights missing from ``state``.
 
-    The record lists the names of these weights. Every rank must call this. All ranks get rank 0's result.
+    The record lists the names of these weights in all pipeline stages. Every rank must call this. All ranks get rank
+    0's result.
 
     Raises:
         OSError: On every rank, when the files of a pretrained model can no longer be read.
     """
+    read = list_frozen(module)
+    stages = gather_over_stages(module, [part.names for part in read])
+    left_out = [
+        [name for name in dict.fromkeys(chain.from_iterable(names)) if name not in state]
+        for names in zip(*stages, strict=True)
+    ]
 
     def describe() -> list[LeftOut]:
-        parts = [(part.files, [name for name in part.names if name not in state]) for part in list_frozen(module)]
         return [
-            {"folder": str(files.folder), "fingerprint": files.fingerprint, "names": names}
-            for files, names in parts
+            {"folder": str(part.files.folder), "fingerprint": part.files.fingerprint, "names": names}
+            for part, names in zip(read, left_out, strict=True)
             if names
         ]
 
@@ -64,18 +72,19 @@ def put_back_frozen(
     """
     own = module.state_dict() if left_out else {}
     read = list_frozen(module) if left_out else []
+    elsewhere = list_names_elsewhere(module) if left_out else set()
     for part in left_out:
-        _check_read(path, part, read, own)
-        state = {**{name: own[name] for name in part["names"]}, **state}
+        names = set(part["names"]) - elsewhere
+        _check_read(path, part, names, read, own)
+        state = {**{name: own[name] for name in names}, **state}
     return state
 
 
-def _check_read(path: str | Path, part: LeftOut, read: Sequence[Frozen], own: dict[str, Any]) -> None:
-    names = set(part["names"])
+def _check_read(path: str | Path, part: LeftOut, names: set[str], read: Sequence[Frozen], own: dict[str, Any]) -> None:
     sources = [frozen for frozen in read if names & set(frozen.names)]
     has_all = names <= {name for frozen in sources for name in frozen.names} and names <= own.keys()
     what = (
-        f"The checkpoint {str(path)!r} does not hold {len(names)} frozen weights of the pretrained model"
+        f"The checkpoint {str(path)!r} does not hold {len(part['names'])} frozen weights of the pretrained model"
         f" {part['folder']!r}"
     )
     if not has_all:

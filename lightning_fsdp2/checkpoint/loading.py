@@ -1,8 +1,9 @@
 """Read a checkpoint directory or file, and load it into a model, sharded or not, and its optimizers."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.formats.directory import read_directory
 from lightning_fsdp2.checkpoint.formats.single_file import read_file
 from lightning_fsdp2.checkpoint.frozen import LeftOut, put_back_frozen
+from lightning_fsdp2.checkpoint.stages import gather_over_stages, list_names_elsewhere
 from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_all_like, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import has_own_loading, is_of_torch
+from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import get_class_name, get_modules
 from lightning_fsdp2.ranks.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.ranks.failures import list_names
@@ -91,13 +94,15 @@ def load_model_state(
     """
     if left_out:
         state = on_every_rank(lambda: put_back_frozen(path, model, state, left_out))
+    elsewhere = list_names_elsewhere(model)
+    state = {name: value for name, value in state.items() if name not in elsewhere}
     own = model.state_dict()
     if not strict and not _may_leave_out(model):
-        state = _take_what_fits(path, own, state)
+        state = _take_what_fits(path, model, own, state)
     sharded = shard_all_like(state, own)
     try:
         with _shard_renamed(model, dict(sharded)):
-            model.load_state_dict(sharded, strict=strict)
+            _load(model, sharded, strict=strict)
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):  # raised by a user's hook
             raise
@@ -130,6 +135,41 @@ def load_optimizer_states(
         )
     for optimizer, state in zip(optimizers, states, strict=True):
         set_optimizer_state(model, optimizer, state)
+
+
+def _load(model: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
+    """Load ``state`` into this rank's part of ``model``. Pipeline stages report together what does not fit.
+
+    Raises:
+        RuntimeError: On all ranks of the pipeline, if tensors of any stage do not fit, or keys are missing on their
+            stage or unexpected on all stages.
+    """
+    stages = get_optional_stages(model)
+    if stages is None or not is_of_torch(model.load_state_dict):
+        model.load_state_dict(state, strict=strict)
+        return
+    report: tuple[list[str], list[str], str] = [], [], ""
+    try:
+        report = *model.load_state_dict(state, strict=False), ""
+    except RuntimeError as error:
+        if "Error(s) in loading state_dict" not in str(error):
+            raise
+        report = [], [], str(error).partition("\n")[2]
+    missing, unexpected, misfits = zip(*gather_over_stages(model, report), strict=True)
+    problems = list(filter(None, misfits))
+    if strict:
+        problems += _describe_keys("Missing", dict.fromkeys(chain.from_iterable(missing)))
+        problems += _describe_keys(
+            "Unexpected", [key for key in unexpected[0] if all(key in keys for keys in unexpected)]
+        )
+    if problems:
+        raise RuntimeError("\n".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *problems]))
+
+
+def _describe_keys(kind: str, keys: Iterable[str]) -> list[str]:
+    """Return torch's message on missing or unexpected keys as a list of lines."""
+    quoted = ", ".join(f'"{key}"' for key in keys)
+    return [f"\t{kind} key(s) in state_dict: {quoted}. "] if quoted else []
 
 
 @contextmanager
@@ -165,16 +205,17 @@ def _may_leave_out(model: nn.Module) -> bool:
     return not is_of_torch(model.load_state_dict) or any(has_own_loading(module) for module in get_modules(model))
 
 
-def _take_what_fits(path: str | Path, own: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def _take_what_fits(path: str | Path, model: nn.Module, own: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     other = {
         name: f"{name} {tuple(value.shape)}, here {tuple(own[name].shape)}"
         for name, value in state.items()
         if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and value.shape != own[name].shape
     }
-    if other and get_rank() == 0:
+    everywhere = dict.fromkeys(text for stage in gather_over_stages(model, other) for text in stage.values())
+    if everywhere and get_rank() == 0:
         warnings.warn(
             f"Tensors of the checkpoint {str(path)!r} have a different shape than the model's and are not loaded:"
-            f" {list_names(other.values())}.",
+            f" {list_names(everywhere)}.",
             stacklevel=3,
         )
     return {name: value for name, value in state.items() if name not in other}

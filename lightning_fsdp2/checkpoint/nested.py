@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.torch import tree_map_only, tree_map_with_path
+from lightning_fsdp2.compat.torch import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 _MARK = "lightning_fsdp2:sharded:"
 
@@ -16,24 +16,34 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return tree_map_only(Tensor, function, value)
 
 
-def pop_sharded(value: Any) -> tuple[Any, dict[str, Any]]:
+def pop_sharded(value: Any, *, numbered: bool = True) -> tuple[Any, dict[str, Any]]:
     """Separate the DTensors in nested containers from all other values.
 
+    Args:
+        value: Nested containers.
+        numbered: Whether DTensors get numbers. If not, each gets its path, which is the same for all ranks that hold
+            it, whatever other DTensors they hold.
+
     Returns:
-        ``value`` with a placeholder for each DTensor, and the DTensors as ``{number: {name: tensor}}``. The name is the
-        last key on the path to the tensor.
+        ``value`` with a placeholder for each DTensor, and the DTensors as ``{number or path: {name: tensor}}``. The
+        name is the last key on the path to the tensor.
     """
     sharded: dict[str, Any] = {}
 
     def mark(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        number = str(len(sharded))
+        number = str(len(sharded)) if numbered else keystr(path)
         sharded[number] = {str(getattr(path[-1], "key", "")) if path else "": leaf}
         return _MARK + number
 
     marked = tree_map_with_path(mark, value)
     return (marked, sharded) if sharded else (value, {})
+
+
+def is_marked(value: Any) -> bool:
+    """Return whether there is a placeholder from :func:`pop_sharded` in ``value``."""
+    return any(isinstance(leaf, str) and leaf.startswith(_MARK) for leaf in tree_leaves(value))
 
 
 def put_sharded(value: Any, sharded: dict[str, Any]) -> Any:

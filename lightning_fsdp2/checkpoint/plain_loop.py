@@ -12,6 +12,7 @@ from lightning_fsdp2.checkpoint.files.drafts import get_path
 from lightning_fsdp2.checkpoint.formats.directory import take_snapshot, write_snapshot
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY
 from lightning_fsdp2.checkpoint.loading import load_model_state, load_optimizer_states, read_checkpoint
+from lightning_fsdp2.checkpoint.stages import get_optional_pipeline_group
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, describe_hf_models
@@ -40,7 +41,8 @@ def save_checkpoint(
     for index, optimizer in enumerate(optimizers):
         tensors[f"optimizer_{index}"] = get_optimizer_state(model, optimizer)
     summary = {DESCRIPTIONS_KEY: describe_hf_models(model)}
-    write_snapshot(get_path(path), take_snapshot(tensors, {"extra": extra}, summary))
+    snapshot = take_snapshot(tensors, {"extra": extra}, summary, pipeline=get_optional_pipeline_group(model))
+    write_snapshot(get_path(path), snapshot)
 
 
 def load_checkpoint(

@@ -1,6 +1,6 @@
 """Convert optimizer states between parameter numbers and the names in checkpoints, and check optimizers."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import count
 from typing import Any
 
@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2.checkpoint.stages import list_names_elsewhere, unite_groups
 from lightning_fsdp2.checkpoint.stored_shards import is_unusual
 from lightning_fsdp2.compat.torch import get_shard, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
+from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.ranks.coordination import gather_objects
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.ranks.pieces import is_uneven
@@ -47,7 +49,7 @@ def get_optimizer_state(
     own_state = {"state": {}, "param_groups": [], **(optimizer.state_dict() if own_state is None else own_state)}
     # convert numpy numbers, which a schedule may set, because they could not be loaded with weights_only=True
     state: dict[str, Any] = tree_map_only(np.generic, lambda number: number.item(), own_state)
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    groups = _name_groups(model, names, state["param_groups"])
     # some optimizers have entries that do not belong to a parameter: these entries keep their keys
     values = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": values, "param_groups": groups}
@@ -66,10 +68,12 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     """
     names = _names_by_number(model, optimizer)
     parameters = dict(model.named_parameters())
+    elsewhere = list_names_elsewhere(model)
     current = _number_groups(optimizer)
-    state = _name_parameters(state, current, names, parameters.keys())
+    named = _name_groups(model, names, current)
+    state = _name_parameters(state, named, parameters.keys() | elsewhere)
     saved = state["param_groups"]
-    _check_groups(optimizer, current, saved, names)
+    _check_groups(optimizer, named, saved)
     # leave out the saved `param_names`, because this run's optimizer may list its parameters in a different order
     hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
     groups = [
@@ -83,8 +87,17 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     values: dict[Any, Any] = {
         number: {key: sharded[number, key] for key in entry} for number, entry in own_state.items()
     }
-    values |= {key: value for key, value in saved_state.items() if key not in parameters}
+    values |= {key: value for key, value in saved_state.items() if key not in parameters and key not in elsewhere}
     optimizer.load_state_dict({**state, "state": values, "param_groups": groups})
+
+
+def _name_groups(model: nn.Module, names: Mapping[int, str], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parameter groups with the names of their parameters in all pipeline stages instead of numbers."""
+    united = unite_groups(model, [[names[number] for number in group["params"]] for group in groups])
+    if get_optional_stages(model) is not None:
+        # the optimizer has names for the parameters of this stage only
+        groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    return [{**group, "params": params} for group, params in zip(groups, united, strict=True)]
 
 
 def _number_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -185,9 +198,7 @@ def _get_optional_foreign_class(value: Any) -> type[Tensor] | None:
     return type(value) if is_foreign else None
 
 
-def _name_parameters(
-    state: dict[str, Any], current: list[dict[str, Any]], names: Mapping[int, str], known: Set[str]
-) -> dict[str, Any]:
+def _name_parameters(state: dict[str, Any], current: list[dict[str, Any]], known: Set[str]) -> dict[str, Any]:
     """Replace parameter numbers in a single file's optimizer state with names.
 
     The names come from the file if it has usable ones, and otherwise from the model.
@@ -199,7 +210,7 @@ def _name_parameters(
     # Use the file's names only if the module has parameters with these names. Names that come from
     # `module.submodule.named_parameters()` lack the prefix of the submodule, so the module has no such parameters.
     if len(ordered) != len(numbers) or not known >= set(ordered):
-        ordered = [names[number] for group in current for number in group["params"]]
+        ordered = [name for group in current for name in group["params"]]
     by_number = dict(zip(numbers, ordered, strict=False))
     groups = [
         {**group, "params": [by_number.get(number, number) for number in group["params"]]}
@@ -209,12 +220,9 @@ def _name_parameters(
     return {**state, "state": values, "param_groups": groups}
 
 
-def _check_groups(
-    optimizer: Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]], names: Mapping[int, str]
-) -> None:
+def _check_groups(optimizer: Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     if [len(group["params"]) for group in current] != [len(group["params"]) for group in saved] or any(
-        {names[number] for number in group["params"]} != set(other["params"])
-        for group, other in zip(current, saved, strict=True)
+        set(group["params"]) != set(other["params"]) for group, other in zip(current, saved, strict=True)
     ):
         raise ValueError(
             f"The parameter groups of {type(optimizer).__name__} are not those of the checkpoint: their number, sizes"

@@ -111,6 +111,7 @@ class CLITrainer(Trainer):
             attention_tflops: TFLOP/s that the forward of attention reaches in bfloat16 with 16,384 keys, heads of size
                 128 and no mask, for the estimate; None for the published number.
             ranks: Ranks to plan. None for the first and the last, or only the first if all shards have the same size.
+                Of a pipeline, None is for the first rank of the first stage, of the last stage, and of one between.
             suggest: Whether to also plan changes that would help, if the run does not fit in memory.
             search: YAML file to write with the layout that has the shortest steps. To train with this layout, pass
                 the file to the fit command as a second --config.

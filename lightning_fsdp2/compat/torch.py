@@ -37,6 +37,7 @@ tree_leaves: Any = _pytree.tree_leaves
 """Function that lists the leaves of nested containers."""
 
 tree_map_with_path: Any = _pytree.tree_map_with_path
+keystr: Any = _pytree.keystr
 """Function that maps all leaves of nested containers, and also passes the path of keys to each leaf."""
 
 TorchDispatchMode: Any = _python_dispatch.TorchDispatchMode
@@ -462,9 +463,11 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def get_group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of ``group``, the shortest of its backends' timeouts. torch has no public way to read it.
 
-    A group that is implemented in Python has no backends. For such a group, return torch's default timeout.
+    A group that is implemented in Python has no backends, and the backend of a simulated group has no options. For such
+    a group, return torch's default timeout.
     """
-    timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
+    options = [group._get_backend(device).options for device in group._device_types]
+    timeouts = [option._timeout for option in options if option is not None]
     return min(timeouts, default=dist.distributed_c10d.default_pg_timeout)
 
 

@@ -41,8 +41,9 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
         raise RuntimeError("This process already belongs to a process group; run the simulation in a separate process.")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
-    def new_group(ranks: Sequence[int], **options: Any) -> Any:
-        return make_group(ranks=ranks, **options) if rank in ranks else None
+    def new_group(ranks: Sequence[int], timeout: Any = None, backend: Any = None, **options: Any) -> Any:
+        # leave out the backend: a real one, which a group may ask for, would wait for other ranks
+        return make_group(ranks, timeout, **options) if rank in ranks else None
 
     make_group = dist.new_group
     with ExitStack() as patches:
@@ -52,6 +53,7 @@ def simulate_world(world_size: int, rank: int = 0) -> Iterator[None]:
         patches.enter_context(_replaced(dist, "broadcast_object_list", lambda *args, **kwargs: None))
         # make only this rank's groups and shards: making them for thousands of ranks would take too long
         patches.enter_context(_replaced(device_mesh, "new_group", new_group))
+        patches.enter_context(_replaced(dist, "new_group", new_group))
         patches.enter_context(_replaced(_fsdp_param, "_chunk_with_empty", _Chunks))
         yield
 

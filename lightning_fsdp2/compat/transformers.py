@@ -44,6 +44,21 @@ def _answer(answer: Any, *args: Any, **kwargs: Any) -> Any:
     return answer
 
 
+def install_output_hooks(model: Any) -> None:
+    """Install the hooks with which transformers records results of layers, such as router logits, in ``model``.
+
+    transformers does so in the first forward that asks for such results. Modules that are not in the model during that
+    forward would get no hooks.
+
+    Args:
+        model: A Hugging Face model.
+    """
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    if getattr(model, "_can_record_outputs", None):
+        maybe_install_capturing_hooks(model)
+
+
 def get_attention(config: Any) -> Any:
     """Return the name of the attention function of modules whose config is ``config``."""
     return config._attn_implementation
@@ -52,6 +67,16 @@ def get_attention(config: Any) -> Any:
 def set_attention(config: Any, name: str) -> None:
     """Set the attention function of modules whose config is ``config``, without the public setter's checks."""
     config._attn_implementation_internal = name
+
+
+def use_plain_functions(model: nn.Module, *, attention: bool = False, experts: bool = False) -> None:
+    """Choose functions of attention or of experts that run on any device and on tensors of any strides."""
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    for config in configs:
+        if attention and getattr(config, "_attn_implementation", None) not in (None, "sdpa"):
+            set_attention(config, "eager")
+        if experts and hasattr(config, "_experts_implementation"):
+            config._experts_implementation_internal = "eager"
 
 
 def forget_attention(name: str) -> None:
@@ -126,6 +151,11 @@ def load_tensors(model: Any, tensors: dict[str, Tensor], config: Any) -> Any:
     """Convert ``tensors``, load them into ``model``, and return transformers' ``LoadStateDictInfo``."""
     info, _ = type(model)._load_pretrained_model(model, tensors, None, config)
     return info
+
+
+def mark_loaded(tensor: Tensor) -> None:
+    """Make transformers treat ``tensor`` as loaded, so that :func:`finish_loading` does not initialise it."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def finish_loading(model: Any, config: Any, info: Any) -> None:

@@ -114,7 +114,8 @@ class _Merge:
     @torch.no_grad()
     def _merge(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         layer: Any = copy.deepcopy(self._weights.skeleton.get_submodule(path))  # cheap, as it has no weights
-        layer.load_state_dict(tensors, assign=True)
+        # peft merges in place, and on a CPU these tensors may be the module's own weights
+        layer.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
         layer.merge(adapter_names=[self._adapter])
         merged: dict[str, Tensor] = layer.get_base_layer().state_dict()
         return merged

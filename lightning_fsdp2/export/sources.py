@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.checkpoint.find import find_checkpoint
+from lightning_fsdp2.checkpoint.stages import gather_over_stages, get_optional_pipeline_group
 from lightning_fsdp2.checkpoint.whole import list_tensors, read_descriptions, read_left_out, read_whole_tensors
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.parallel.data.fully_shard import reshard
@@ -70,10 +72,9 @@ def open_module(module: nn.Module, path: str | None) -> Weights:
     reshard(module)
     skeleton = build_skeleton(get_model_class(model), type(model.config), description)
     adapted = add_described_adapters(skeleton, description)
-    state = model.state_dict()
-    specs = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
-    _check_readable(specs, skeleton, description)
-    return Weights(skeleton=skeleton, description=description, specs=specs, read=_Gather(state), adapted=adapted)
+    read = _Gather(model)
+    _check_readable(read.specs, skeleton, description)
+    return Weights(skeleton=skeleton, description=description, specs=read.specs, read=read, adapted=adapted)
 
 
 def open_checkpoint(
@@ -180,29 +181,74 @@ class _Base:
 
 
 class _Gather:
-    """Reader that gathers a sharded state dict's tensors one by one. Each rank keeps only the tensors it asked for."""
+    """Reader that gathers a sharded model's tensors one by one. Each rank keeps only the tensors it asked for.
 
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
+    If the model is divided into pipeline stages, a stage that has a tensor gathers it, and sends it to the rank that
+    asked for it.
+
+    Attributes:
+        specs: Tensors of the whole model on the meta device, by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._state: dict[str, Tensor] = model.state_dict()
+        self._group = get_optional_pipeline_group(model)
+        self._ranks = [] if self._group is None else dist.get_process_group_ranks(self._group)
+        own = {name: (tensor.shape, tensor.dtype) for name, tensor in self._state.items()}
+        self._stages = gather_over_stages(model, own)
+        self._stage = self._get_stage(get_rank())
+        self.specs = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for stage in self._stages
+            for name, (shape, dtype) in stage.items()
+        }
 
     @torch.no_grad()
     def __call__(self, wanted: Sequence[Wanted]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}
         failure: Exception | None = None
         for rank, name in ((rank, name) for rank, names in enumerate(wanted) for name in names):
-            tensor = self._state[name]
-            if isinstance(tensor, DTensor):
-                # move offloaded shards to the device on which the mesh communicates
-                sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-                tensor = gather(sharded)
-            if rank == get_rank() and failure is None:
-                try:
-                    gathered[name] = _copy_to_host(tensor, wanted[rank][name])
-                except Exception as error:  # raise the error after the loop, since every gather needs all ranks
-                    gathered, failure = {}, error
+            # all ranks of a stage gather, even after an error on one of them
+            tensor = self._gather(name) if self._choose_stage(rank, name) == self._stage else None
+            try:
+                if failure is None and rank == get_rank():
+                    gathered[name] = self._take(tensor, name, wanted[rank][name])
+                elif failure is None and tensor is not None and self._sends_to(rank):
+                    dist.send(_copy_to_host(tensor, wanted[rank][name]), rank, group=self._group)
+            except Exception as error:
+                gathered, failure = {}, error
         if failure is not None:
             raise failure
         return gathered
+
+    def _gather(self, name: str) -> Tensor:
+        tensor = self._state[name]
+        if not isinstance(tensor, DTensor):
+            return tensor
+        # move offloaded shards to the device on which the mesh communicates
+        sharded: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+        return gather(sharded)
+
+    def _take(self, tensor: Tensor | None, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a copy of this stage's ``tensor`` in host memory, or receive that of another stage if it is None."""
+        if tensor is not None:
+            return _copy_to_host(tensor, dtype)
+        received = torch.empty(self.specs[name].shape, dtype=dtype)
+        dist.recv(received, self._ranks[self._choose_stage(get_rank(), name)], group=self._group)
+        return received
+
+    def _choose_stage(self, rank: int, name: str) -> int:
+        """Return which stage gathers a tensor for ``rank``: that of the rank, or the first that has the tensor."""
+        own = self._get_stage(rank)
+        return own if name in self._stages[own] else next(i for i, names in enumerate(self._stages) if name in names)
+
+    def _sends_to(self, rank: int) -> bool:
+        """Return whether this rank sends what its stage gathers for ``rank``."""
+        return rank in self._ranks and self._get_stage(rank) != self._stage
+
+    def _get_stage(self, rank: int) -> int:
+        """Return the index of the stage of ``rank``. The ranks of a stage are consecutive."""
+        return rank * len(self._stages) // dist.get_world_size() if self._ranks else 0
 
 
 def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:

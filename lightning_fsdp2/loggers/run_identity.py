@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.managers.dtypes import get_dtypes
+from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import get_class, get_class_name, get_hf_models
 
 if TYPE_CHECKING:
@@ -42,11 +43,10 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
         ``api_key``, and the secret parts of URLs, are left out.
     """
     strategy: Any = trainer.strategy
-    mesh = strategy.full_device_mesh
     return {
         "strategy": {
             "name": type(strategy).__name__,
-            "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+            "mesh": strategy.world.axis_sizes,
             "config": _to_plain(strategy.manager.config),
             "checkpoint": _to_plain(strategy.checkpoint_config),
         },
@@ -79,11 +79,13 @@ def is_secret(name: str) -> bool:
 
 
 def _count_parameters(module: nn.Module) -> dict[str, int]:
-    parameters = list(module.parameters())
+    parameters, stages = list(module.parameters()), get_optional_stages(module)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    # with a pipeline, this rank has only the parameters of its own stages
+    whole: Any = parameters if stages is None else list(stages.parameters.values())
     return {
-        "total": sum(parameter.numel() for parameter in parameters),
-        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "total": sum(parameter.shape.numel() for parameter in whole),
+        "trainable": sum(parameter.shape.numel() for parameter in whole if parameter.requires_grad),
         "on_rank_0": sum(parameter.numel() for parameter in local),
     }
 

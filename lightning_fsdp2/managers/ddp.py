@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp2.compat.torch import replicate
 from lightning_fsdp2.config import DDPConfig
-from lightning_fsdp2.mesh import check_no_expert_parallel, get_mesh
+from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.mesh_axes import check_no_expert_parallel, check_no_pipeline_parallel
 from lightning_fsdp2.parallel.data.ddp import reduce_in_float32
 from lightning_fsdp2.recipes.ddp import prepare_for_ddp
 from lightning_fsdp2.sizes import DATA_PARALLEL
@@ -35,6 +36,7 @@ class DDPManager:
 
     def __init__(self, config: DDPConfig, device_mesh: DeviceMesh) -> None:
         check_no_expert_parallel(device_mesh, "DDP")
+        check_no_pipeline_parallel(device_mesh, "DDP")
         self.config = config
         self.device_mesh = device_mesh
         self._data_mesh = device_mesh if device_mesh.ndim == 1 else get_mesh(device_mesh, DATA_PARALLEL)

@@ -4,7 +4,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import FSDP2Config
-from lightning_fsdp2.mesh import get_expert_meshes, get_optional_mesh
+from lightning_fsdp2.mesh import get_optional_mesh
+from lightning_fsdp2.mesh_axes import get_expert_meshes
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
 from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_fsdp2, resolve_mp_policy
@@ -19,7 +20,7 @@ class FSDP2Manager:
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, or any mesh that
             :func:`~lightning_fsdp2.parallelizer.fsdp2_strategy_parallelize` accepts.
         moe_mesh: Mesh of the experts, if it is not part of ``device_mesh``; see
-            :func:`~lightning_fsdp2.mesh.get_expert_meshes`. None uses the experts' mesh that
+            :func:`~lightning_fsdp2.mesh_axes.get_expert_meshes`. None uses the experts' mesh that
             :func:`~lightning_fsdp2.create_device_mesh` has built for its ``ep_size``.
 
     Raises:

@@ -27,20 +27,22 @@ from lightning_fsdp2.models.hugging_face import (
 )
 from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
-from lightning_fsdp2.models.router_loss import RouterLoss, check_coefficient, find_router_loss, record_router_logits
+from lightning_fsdp2.models.router_loss import RouterLoss, check_coefficient, find_router_loss, record_routing
+from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import get_class_name, get_hf_models
 from lightning_fsdp2.parallel.context.apply import get_optional_sharding, shard_sequence, sum_over_positions
 from lightning_fsdp2.parallel.data.gradients import get_total_norm
 from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_documents
 from lightning_fsdp2.parallel.loss.chunked import LogitsTail, compute_chunked_token_losses, trace_logits_tail
 from lightning_fsdp2.parallel.loss.cross_entropy import token_cross_entropy
-from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance
+from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance, sum_routing
 from lightning_fsdp2.parallel.loss.token_mean import (
     TokenMean,
     add_load_balance,
     apply_token_mean_,
     reduce_token_losses,
 )
+from lightning_fsdp2.parallel.pipeline.apply import add_over_stages, get_from_last_stage
 from lightning_fsdp2.ranks.collectives import gather_for_ranks
 
 if TYPE_CHECKING:
@@ -242,10 +244,11 @@ class CausalLM(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if self._router_loss is None:
             return reduce_token_losses(self, *self._compute_token_losses(batch))
-        with record_router_logits(self._router_loss.base_model) as recorded:
+        summarise = partial(self._sum_routing, self._router_loss, self._get_router_mask(batch))
+        with record_routing(self._router_loss.base_model, summarise) as recorded:
             losses, has_label = self._compute_token_losses(batch)
         loss = reduce_token_losses(self, losses, has_label)
-        return loss + self._compute_router_loss(self._router_loss, recorded, batch, has_label)
+        return loss + self._compute_router_loss(self._router_loss, recorded, has_label)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._update_evaluation_loss(batch)
@@ -287,27 +290,27 @@ class CausalLM(LightningModule):
             losses = compute_chunked_token_losses(self.model, compute_logits, labels, tail=self._logits_tail)
         return losses, labels != IGNORE_INDEX
 
-    def _compute_router_loss(
-        self, router_loss: RouterLoss, recorded: list[tuple[Tensor, ...]], batch: Batch, has_label: Tensor
-    ) -> Tensor:
+    def _get_router_mask(self, batch: Batch) -> Tensor | None:
+        """Return the attention mask of the tokens whose router logits this rank gets, or None without padding."""
+        mask, sharding = batch.get("attention_mask"), get_optional_sharding(self.model)
+        if mask is None or sharding is None:
+            return mask
+        # the rows of the logits are those of all context parallel ranks, one rank after the other
+        return gather_for_ranks(sharding.shard(mask, 1).flatten(), 0, sharding.group)
+
+    def _sum_routing(self, router_loss: RouterLoss, mask: Tensor | None, logits: Sequence[Tensor]) -> Tensor:
+        return add_over_stages(self, sum_routing(logits, router_loss.top_k, attention_mask=mask))
+
+    def _compute_router_loss(self, router_loss: RouterLoss, recorded: list[Tensor], has_label: Tensor) -> Tensor:
         """Return the auxiliary loss of the last recorded forward, as a scalar to add to the micro-batch's loss."""
         if not recorded:
             raise ValueError(
                 f"router_aux_loss_coef={router_loss.coefficient}: the forward of"
                 f" {get_class_name(router_loss.base_model)} returned no router logits; use router_aux_loss_coef=0."
             )
-        mask, sharding = batch.get("attention_mask"), get_optional_sharding(self.model)
-        if mask is not None and sharding is not None:
-            # the rows of the logits are those of all context parallel ranks, one rank after the other
-            mask = gather_for_ranks(sharding.shard(mask, 1).flatten(), 0, sharding.group)
         world = getattr(self.trainer.strategy, "world", None)  # only our strategies have it
-        balance = compute_load_balance(
-            recorded[-1],
-            router_loss.top_k,
-            has_label.sum(),
-            attention_mask=mask,
-            group=_get_world_group() if world is None else world.loss_group,
-        )
+        group = _get_world_group() if world is None else world.loss_group
+        balance = compute_load_balance(recorded[-1], has_label.sum(), group=group)
         return add_load_balance(self, balance, router_loss.coefficient)
 
     def _check_batch(self, batch: Batch) -> None:
@@ -340,7 +343,7 @@ class CausalLM(LightningModule):
         self._evaluation_totals = totals if self._evaluation_totals is None else self._evaluation_totals + totals
 
     def _log_evaluation_loss(self, stage: str) -> None:
-        totals, self._evaluation_totals = self._evaluation_totals, None
+        totals, self._evaluation_totals = get_from_last_stage(self, self._evaluation_totals), None
         if totals is None:
             return
         # log metrics from host memory, so that the progress bar does not wait for the device at every refresh
@@ -368,8 +371,15 @@ class CausalLM(LightningModule):
             return [{"params": parameters}]
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
+        # decide by the parameters of all pipeline stages, because all stages must have the same groups
+        stages = get_optional_stages(self)
+        trained = [each for each in stages.parameters.values() if each.requires_grad] if stages else parameters
+        kinds = {len(parameter.shape) > 1 for parameter in trained}
+        groups: dict[bool, dict[str, Any]] = {
+            True: {"params": matrices},
+            False: {"params": vectors, "weight_decay": 0.0},
+        }
+        return [group for are_matrices, group in groups.items() if are_matrices in kinds]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         # scale the gradients to those of the mean loss per token, unless one of our strategies has already done so

@@ -1,6 +1,6 @@
 """Auxiliary load-balance loss of the Hugging Face models that have one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,20 +67,24 @@ def find_router_loss(model: Any, coefficient: float | None) -> RouterLoss | None
 
 
 @contextmanager
-def record_router_logits(base_model: nn.Module) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Record the logits that the routers return in each forward of ``base_model`` inside the block.
+def record_routing(base_model: nn.Module, summarise: Callable[[Sequence[Tensor]], Tensor]) -> Iterator[list[Tensor]]:
+    """Record what ``summarise`` makes of the router logits of each forward of ``base_model`` inside the block.
 
     Only the base model is asked for them. A model with a head would also compute transformers' auxiliary loss, during
     which the host waits for a GPU in each layer.
+
+    Args:
+        base_model: Model without the head, which can return the logits of its routers.
+        summarise: Function that gets the logits of each layer's router [tokens, experts].
     """
-    recorded: list[tuple[Tensor, ...]] = []
+    recorded: list[Tensor] = []
 
     def ask(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         return args, {**inputs, "output_router_logits": True}
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if logits := getattr(output, "router_logits", None):
-            recorded.append(logits)
+            recorded.append(summarise(logits))
 
     hooks = (
         base_model.register_forward_pre_hook(ask, with_kwargs=True),

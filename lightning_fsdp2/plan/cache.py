@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fsdp2.compat.torch import tree_map_only
 from lightning_fsdp2.plan.knobs import Knobs
+from lightning_fsdp2.plan.pipeline import RankSummary
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.simulation.blocks import Summary
 from lightning_fsdp2.plan.simulation.step import is_packed
@@ -41,7 +42,7 @@ class Cache:
                 f"cache_dir={str(folder)!r} cannot be written to; name another folder, or None (null) for no cache."
             )
 
-    def get(self, knobs: Knobs) -> Summary | str | None:
+    def get(self, knobs: Knobs) -> Summary | list[RankSummary] | str | None:
         """Return the cached summary of a layout, or why the layout was refused; None if nothing is cached."""
         path = self._get_path(knobs)
         try:
@@ -49,7 +50,7 @@ class Cache:
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
             return None  # treat a damaged file as missing, so that the search writes it again
 
-    def put(self, knobs: Knobs, result: Summary | str) -> None:
+    def put(self, knobs: Knobs, result: Summary | list[RankSummary] | str) -> None:
         """Store the result of a layout in a file. Other processes see the file only once it is complete."""
         path = self._get_path(knobs)
         temporary = path.with_suffix(f".{os.getpid()}")

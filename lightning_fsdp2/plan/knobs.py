@@ -9,9 +9,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
 from lightning_fsdp2.config import DistributedConfig, FSDP2Config, spell_alike
 from lightning_fsdp2.models import CausalLM
+from lightning_fsdp2.parallel.pipeline.schedule import get_micro_batches
 from lightning_fsdp2.sizes import ParallelSizes
 
-_SIZES = {"dp_replicate": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size", "ep": "ep_size"}
+_SIZES = {"pp": "pp_size", "dp_replicate": "dp_replicate_size", "tp": "tp_size", "cp": "cp_size", "ep": "ep_size"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Knobs:
     dp: int
     """Number of data parallel ranks (replicas x shards), which follows from the other sizes."""
 
+    pp: int
     dp_replicate: int
     tp: int
     cp: int
@@ -32,15 +34,37 @@ class Knobs:
     """Option ``loss`` of a :class:`~lightning_fsdp2.CausalLM`; None for other modules."""
 
     batch_size: int
-    """Number of samples in a micro-batch of a data parallel rank."""
+    """Number of samples in a batch of a data parallel rank, which a pipeline divides into micro-batches."""
 
     accumulation: int
-    """Number of micro-batches of a data parallel rank in a step."""
+    """Number of batches of a data parallel rank in a step."""
 
     @property
     def samples(self) -> int:
         """Number of samples in a step, over all ranks."""
         return self.dp * self.batch_size * self.accumulation
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches into which each batch is divided; 1 without pipeline parallelism.
+
+        Raises:
+            ValueError: When the schedule does not allow the number.
+        """
+        if self.pp == 1 or not isinstance(self.config, FSDP2Config):
+            return 1
+        return get_micro_batches(
+            self.config.pp_microbatches,
+            rows=self.batch_size,
+            schedule=self.config.pp_schedule,
+            ranks=self.pp,
+            stages_per_rank=self.config.stages_per_rank,
+        )
+
+    def divide(self, micro_batches: int, rows: int) -> "Knobs":
+        """Return a copy of these settings with one batch in a step, which has micro-batches of ``rows`` samples."""
+        divided = replace(self, batch_size=micro_batches * rows, accumulation=1)
+        return divided.with_flags(pp_microbatches=micro_batches)
 
     def with_flags(self, **flags: Any) -> "Knobs":
         """Return a copy of these settings in which the config has the values in ``flags``."""
@@ -58,6 +82,7 @@ def read_knobs(trainer: Any, module: Any, batch: Any, *, world_size: int, num_no
     sizes = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=num_nodes)
     return Knobs(
         dp=sizes.dp,
+        pp=sizes.pp,
         dp_replicate=sizes.dp_replicate,
         tp=sizes.tp,
         cp=sizes.cp,

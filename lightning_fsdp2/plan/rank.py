@@ -2,16 +2,18 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
-from lightning_fsdp2.config import DDPConfig
+from lightning_fsdp2.config import DDPConfig, FSDP2Config
 from lightning_fsdp2.modules.experts import find_experts
 from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
+from lightning_fsdp2.plan.pipeline import Pipeline, RankSummary, group_operations
 from lightning_fsdp2.plan.result import (
     RankPlan,
     UnevenMemory,
@@ -19,8 +21,17 @@ from lightning_fsdp2.plan.result import (
     build_uneven_memory,
     without_offloaded,
 )
-from lightning_fsdp2.plan.simulation.blocks import Summary, get_few, get_optional_repetition, shorten, summarize
+from lightning_fsdp2.plan.simulation.blocks import (
+    Summary,
+    count_equal,
+    get_few,
+    get_optional_repetition,
+    shorten,
+    summarize,
+)
+from lightning_fsdp2.plan.simulation.reserved import estimate_reserved
 from lightning_fsdp2.plan.simulation.sharding import Description
+from lightning_fsdp2.plan.simulation.stages import Boundary
 from lightning_fsdp2.plan.simulation.step import Simulation, describe_model, simulate
 from lightning_fsdp2.plan.timing.devices import Device
 from lightning_fsdp2.sizes import DATA_PARALLEL, DP_REPLICATE, DP_SHARD, TENSOR_PARALLEL
@@ -35,7 +46,13 @@ class PlannedRank:
     """Fields of the :class:`~lightning_fsdp2.plan.Plan` that are the same for all ranks."""
 
     is_even: bool
-    """Whether all ranks hold shards of the same sizes."""
+    """Whether all ranks of a pipeline stage hold shards of the same sizes."""
+
+    pipeline: Pipeline | None
+    """Pipeline that the rank is a part of; None without pipeline parallelism."""
+
+    boundary: Boundary | None
+    """Boundary that the first pipeline rank has seen, which the plans of the other ranks need."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +68,35 @@ class Run:
     nodes: int
     device: Device
 
-    def plan_rank(self, knobs: Knobs, rank: int) -> PlannedRank:
-        """Simulate a rank. Call this in a separate process, since it changes the trainer and the module."""
-        batch, simulation = self._simulate(knobs, rank)
+    def plan_rank(self, knobs: Knobs, rank: int, boundary: Boundary | None = None) -> PlannedRank:
+        """Simulate a rank. Call this in a separate process, since it changes the trainer and the module.
+
+        Args:
+            knobs: Settings of the run.
+            rank: Rank to simulate.
+            boundary: Boundary that the plan of the first pipeline rank has seen. None for the first rank.
+        """
+        sizes: dict[str, Any] = {}
+
+        def measure(module: nn.Module) -> None:  # before the module is split
+            parameters = [*module.parameters()]
+            sizes["parameters"] = sum(parameter.numel() for parameter in parameters)
+            sizes["trained_parameters"] = sum(p.numel() for p in parameters if p.requires_grad)
+            sizes["model_flops"] = _get_model_flops(module, self.batch, knobs)
+
+        _, simulation = self._simulate(knobs, rank, boundary=boundary, change=measure)
         overlapped = get_overlapped_axes(self.trainer.strategy.config)
         plan = build_rank_plan(rank, simulation.recording, self.device, overlapped_axes=overlapped)
-        return PlannedRank(plan, self._get_facts(simulation.description, batch, knobs), simulation.is_even)
+        facts = {**self._get_facts(simulation.description), **sizes}
+        pipeline = describe_pipeline(knobs, simulation.layers) if knobs.pp > 1 else None
+        return PlannedRank(plan, facts, simulation.is_even, pipeline, simulation.boundary)
 
-    def plan_uneven_memory(self, knobs: Knobs, rank: int, load: int) -> UnevenMemory:
+    def plan_uneven_memory(self, knobs: Knobs, rank: int, load: int, boundary: Boundary | None = None) -> UnevenMemory:
         """Simulate a rank whose experts get ``load`` times as many tokens as at even routing.
 
         Call this in a separate process, since it changes the trainer and the module.
         """
-        _, simulation = self._simulate(knobs, rank, load=load)
+        _, simulation = self._simulate(knobs, rank, load=load, boundary=boundary)
         return build_uneven_memory(load, simulation.recording)
 
     def summarize(self, knobs: Knobs, further: int) -> tuple[Summary, int]:
@@ -90,6 +123,31 @@ class Run:
         _, simulation = self._simulate(knobs, 0, change=shorten_if_possible)
         return replace(summarize(simulation.recording, names), num_experts=num_experts), left_out
 
+    def summarize_pipeline_rank(self, knobs: Knobs, rank: int, boundary: Boundary | None) -> RankSummary:
+        """Simulate a pipeline rank with few micro-batches.
+
+        Call this in a separate process, since it changes the trainer and the module. The rank keeps the activations of
+        as many micro-batches as with all of them.
+        """
+        number = _get_few_micro_batches(knobs)
+        few = knobs.divide(number, knobs.batch_size // knobs.micro_batches)
+        experts: list[int] = []
+
+        def count_experts(module: nn.Module) -> None:
+            experts.append(math.gcd(*(found.num_experts for found in find_experts(module.modules()))))
+
+        _, simulation = self._simulate(few, rank, boundary=boundary, change=count_experts)
+        actions, rest = group_operations(simulation.recording)
+        return RankSummary(
+            peak_bytes=summarize(simulation.recording).peak_bytes,
+            reserved=estimate_reserved(simulation.recording),
+            actions=[replace(action, operations=count_equal(action.operations)) for action in actions],
+            rest=count_equal(rest),
+            layers=simulation.layers,
+            boundary=simulation.boundary,
+            num_experts=experts[0],
+        )
+
     def describe_model(self) -> str:
         """Build the module and describe it in a string. Call this in a separate process, since the module changes."""
         return describe_model(self.trainer, self.module, world_size=self.world_size, num_nodes=self.nodes)
@@ -106,19 +164,36 @@ class Run:
             simulation = replace(simulation, recording=without_offloaded(simulation.recording))
         return batch, simulation
 
-    def _get_facts(self, description: Description, batch: Any, knobs: Knobs) -> dict[str, Any]:
+    def _get_facts(self, description: Description) -> dict[str, Any]:
         compute = getattr(torch, description.precision["compute"])
         return {
             "model": description.model,
             "strategy": description.strategy,
             "mesh": description.mesh,
             "precision": description.precision,
-            "parameters": description.totals["parameters"],
-            "trained_parameters": description.totals["trained_parameters"],
             "placements": _group_placements(description),
             "peak_flops": self.device.get_peak_flops(compute),
-            "model_flops": _get_model_flops(self.module, batch, knobs),
         }
+
+
+def _get_few_micro_batches(knobs: Knobs) -> int:
+    """Return a number of micro-batches with which each rank of a pipeline has as many in flight as with all of them."""
+    interleaved = cast(FSDP2Config, knobs.config).stages_per_rank > 1
+    few = knobs.pp * (2 if interleaved else 1)
+    return few if knobs.micro_batches % knobs.pp == 0 and few < knobs.micro_batches else knobs.micro_batches
+
+
+def describe_pipeline(knobs: Knobs, layers: Sequence[int]) -> Pipeline:
+    """Return the pipeline of a run whose stages have these numbers of layers."""
+    config, number = cast(FSDP2Config, knobs.config), knobs.micro_batches
+    return Pipeline(
+        schedule=config.pp_schedule,
+        ranks=knobs.pp,
+        stages_per_rank=config.stages_per_rank,
+        micro_batches=number,
+        rows=math.ceil(knobs.batch_size / number),
+        layers=tuple(layers),
+    )
 
 
 def get_overlapped_axes(config: Any) -> tuple[str, ...]:

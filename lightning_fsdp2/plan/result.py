@@ -4,13 +4,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
+from lightning_fsdp2.plan.pipeline import ActionTime, Pipeline, group_operations
 from lightning_fsdp2.plan.simulation.recorder import (
     CATEGORIES,
     GRADIENTS,
     OPTIMIZER_STATES,
+    TRANSFERS,
     WEIGHTS,
     Collective,
     Operation,
@@ -99,6 +101,9 @@ class RankPlan:
     timeline: list[Moment] = field(repr=False)
     """Memory over the step, at a limited number of moments that include the peak."""
 
+    actions: list[ActionTime] = field(default_factory=list)
+    """Times of the forwards and backwards of the rank's stages; empty without pipeline parallelism."""
+
     uneven: UnevenMemory | None = None
     """Memory if this rank's experts get more tokens than at even routing; None without expert parallelism. All other
     values assume even routing, in which the experts of all ranks get the same number of tokens."""
@@ -114,10 +119,10 @@ class Batch:
     """Shapes and size of the data that an optimizer step trains on."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Shapes of the tensors of a micro-batch of one data parallel rank."""
+    """Shapes of the tensors of a batch of one data parallel rank."""
 
     accumulation: int
-    """Number of micro-batches of a data parallel rank."""
+    """Number of batches of a data parallel rank. Without a pipeline, which divides them, batches are micro-batches."""
 
     samples: int
     """Number of samples of all ranks: the global batch."""
@@ -176,6 +181,9 @@ class Plan:
 
     notes: list[str]
 
+    pipeline: Pipeline | None = None
+    """Stages and micro-batches of pipeline parallelism; None without."""
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -231,6 +239,8 @@ class Plan:
         values = asdict(self)
         for rank, plain in zip(self.ranks, values["ranks"], strict=True):
             plain["peak_bytes"] = rank.peak_bytes
+        if self.pipeline is not None:
+            values["pipeline"] |= {"bubble": self.pipeline.bubble, "in_flight": self.pipeline.in_flight}
         return {
             **values,
             "world_size": self.world_size,
@@ -280,7 +290,33 @@ def build_rank_plan(rank: int, recording: Recording, device: Device, *, overlapp
         traffic=_add_up_traffic(recording, device, overlapped_axes),
         phases=[(starts[begin], name) for begin, name in recording.phases],
         timeline=_build_timeline(recording, starts),
+        actions=[action.get_time(device, overlapped_axes=overlapped_axes) for action in group_operations(recording)[0]],
     )
+
+
+def add_waiting(ranks: list[RankPlan], pipeline: Pipeline, *, ranks_per_stage: int, batches: int) -> list[RankPlan]:
+    """Return the plans of ranks with the time that each of them waits for the other ranks of its pipeline.
+
+    Args:
+        ranks: Plans of ranks, with the first and the last pipeline rank and one between them among them.
+        pipeline: The pipeline.
+        ranks_per_stage: Number of ranks that hold the same layers.
+        batches: Number of batches that run through the pipeline in a step.
+    """
+    times = [time for rank in ranks for time in rank.actions]
+    sends = [entry.seconds / entry.calls for rank in ranks for entry in rank.traffic if entry.kind == "send"]
+    _, bound = pipeline.compute_waiting({(time.stage, time.is_backward): time.at_least for time in times})
+    _, estimate = pipeline.compute_waiting(
+        {(time.stage, time.is_backward): time.estimate for time in times}, transfer=max(sends, default=0.0)
+    )
+    return [
+        replace(
+            rank,
+            time=replace(rank.time, waiting=batches * bound[rank.rank // ranks_per_stage]),
+            reached=replace(rank.reached, waiting=batches * estimate[rank.rank // ranks_per_stage]),
+        )
+        for rank in ranks
+    ]
 
 
 def build_uneven_memory(load: int, recording: Recording) -> UnevenMemory:
@@ -304,7 +340,7 @@ def without_offloaded(recording: Recording) -> Recording:
     end = next(moment for moment, name in recording.phases if name == "optimizer")
     kept = [change for change in recording.changes if change.category not in _OFFLOADED and change.moment < end]
     marks, phases = ([part for part in parts if part[0] < end] for parts in (recording.marks, recording.phases))
-    return Recording(recording.operations[:end], kept, marks, phases)
+    return Recording(recording.operations[:end], kept, marks, phases, recording.actions)
 
 
 def _find_peak(recording: Recording) -> tuple[dict[str, int], int]:
@@ -329,7 +365,7 @@ def _add_up_traffic(recording: Recording, device: Device, overlapped_axes: Colle
     calls: dict[Any, list[Operation]] = {}
     for operation in recording.operations:
         if (call := operation.collective) is not None:
-            overlaps = call.is_of_unit or call.axis in overlapped_axes
+            overlaps = call.is_of_unit or call.axis in overlapped_axes or call.kind in TRANSFERS
             calls.setdefault((call.kind, call.axis, call.group.ranks, overlaps), []).append(operation)
     traffic = [
         Traffic(

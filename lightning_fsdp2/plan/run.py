@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,8 @@ from lightning_fsdp2.compat.torch import tree_map_with_path
 from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.plan.cache import Cache, get_run_fingerprint
 from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
-from lightning_fsdp2.plan.rank import PlannedRank, Run
+from lightning_fsdp2.plan.layouts import plan_pipeline, plan_ranks
+from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.remedies import find_changes
 from lightning_fsdp2.plan.result import Batch, Plan
 from lightning_fsdp2.plan.search import Search, search
@@ -63,6 +63,13 @@ _CHANGE_STEPS = (
 """Callbacks of Lightning and this package that keep extra weights, or change the number of micro-batches in a step."""
 
 _ALIKE = "All ranks hold the same amount, so only rank 0 is shown."
+_ALIKE_IN_STAGES = (
+    "The ranks of a stage hold the same amount, so the first rank of each pipeline rank shown stands for it."
+)
+_PIPELINE = (
+    "The times include waiting of the pipeline's ranks for each other, from the times of the stages shown. Stages that"
+    " are not shown are assumed to take as long as those, by their numbers of layers. Placements are those of rank 0."
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ def plan_run(
         device: Device of each rank: a name in :data:`~lightning_fsdp2.plan.timing.devices.DEVICES`, or a
             :class:`~lightning_fsdp2.plan.timing.devices.Device`.
         ranks: Ranks to plan. None for the first and the last rank, or only the first if all shards are equally large.
+            Of a pipeline, None is for the first rank of the first stage, of the last stage, and of one between them.
         suggest: Whether to look for changes that would help if the run does not fit. Each change is planned, too.
         processes: Number of plans that are computed at once. None for one per CPU.
         on_progress: Callback that gets the number of finished plans, and the number of plans known so far.
@@ -123,7 +131,7 @@ def plan_run(
             model, there is no batch, or the step depends on the values of tensors.
     """
     run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
-    plan = _plan(run, knobs, _check_ranks(ranks, world_size), adds_last=ranks is None, processes=processes)
+    plan = _plan(run, knobs, _check_ranks(ranks, world_size), processes=processes)
     if plan.verdict == "fits" or not suggest:
         return plan
     describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
@@ -147,8 +155,9 @@ def search_run(
 ) -> SearchResult:
     """Find the layout with the shortest step time, for the same number of samples per step and the same numerics.
 
-    The search varies tensor parallel sizes within a node, context parallel sizes, expert parallel sizes of mixtures
-    (assuming even routing), replicas (one, or one per node), recomputation in backward, and micro-batch sizes.
+    The search varies tensor parallel sizes within a node, context parallel sizes, pipelines across nodes, expert
+    parallel sizes of mixtures (assuming even routing), replicas (one, or one per node), recomputation in backward, and
+    micro-batch sizes.
 
     Args:
         trainer: See :func:`plan_run`.
@@ -199,7 +208,7 @@ def search_run(
     # and the whole model may need more.
     planned: list[tuple[int, Plan]] = []
     for number, candidate in enumerate(found.best):
-        plan = _plan(run, candidate.knobs, [0], adds_last=True, processes=processes)
+        plan = _plan(run, candidate.knobs, None, processes=processes)
         planned += [(number, plan)] if plan.verdict != "does not fit" else []
         if plan.verdict in ("fits", candidate.verdict):
             break
@@ -228,33 +237,31 @@ def _prepare(
     return Run(trainer, module, batch, world_size, nodes, target), knobs
 
 
-def _plan(run: Run, knobs: Knobs, ranks: list[int], *, adds_last: bool, processes: int | None) -> Plan:
-    """Plan ``ranks``. With ``adds_last``, also plan the last rank unless all shards are equally large."""
-    planned = _plan_ranks(run, knobs, ranks, processes=processes)
-    is_even = planned[0].is_even
-    if adds_last and not is_even:
-        planned += _plan_ranks(run, knobs, [run.world_size - 1], processes=processes)
+def _plan(run: Run, knobs: Knobs, ranks: list[int] | None, *, processes: int | None) -> Plan:
+    """Plan ``ranks``, or those that show the most: the first, and the last unless all shards are equally large.
+
+    Of a pipeline, the first ranks of some stages show the most.
+    """
+    options: dict[str, Any] = {"load": _LOAD, "processes": processes}
+    planned = plan_ranks(run, knobs, ranks if ranks and knobs.pp == 1 else [0], **options)
+    first, plans = planned[0], [rank.plan for rank in planned]
+    if first.pipeline is not None:
+        plans = plan_pipeline(run, knobs, first, first.pipeline, ranks, **options)
+    elif ranks is None and not first.is_even:
+        plans += [rank.plan for rank in plan_ranks(run, knobs, [run.world_size - 1], **options)]
     return Plan(
-        **planned[0].facts,
+        **first.facts,
         device=run.device,
         nodes=run.nodes,
         batch=_describe_batch(run.batch, knobs),
-        ranks=[rank.plan for rank in planned],
+        ranks=plans,
         changes=[],
+        pipeline=first.pipeline,
         notes=[
-            *_get_notes(run, knobs, is_even=adds_last and is_even),
+            *_get_notes(run, knobs, is_even=ranks is None and first.is_even),
             *get_notes_on_extras([_get_path(type(callback)) for callback in run.trainer.callbacks]),
         ],
     )
-
-
-def _plan_ranks(run: Run, knobs: Knobs, ranks: list[int], *, processes: int | None) -> list[PlannedRank]:
-    tasks: list[Callable[[], Any]] = [partial(run.plan_rank, knobs, rank) for rank in ranks]
-    if knobs.ep > 1:
-        tasks += [partial(run.plan_uneven_memory, knobs, rank, _LOAD) for rank in ranks]
-    results = [result for _, result in sorted(run_in_processes(tasks, processes=processes), key=itemgetter(0))]
-    planned, uneven = results[: len(ranks)], results[len(ranks) :] or [None] * len(ranks)
-    return [replace(rank, plan=replace(rank.plan, uneven=memory)) for rank, memory in zip(planned, uneven, strict=True)]
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
@@ -328,9 +335,9 @@ def _get_accumulation(trainer: Any, datamodule: Any, world_size: int, nodes: int
     return datamodule.get_accumulation(dp)
 
 
-def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int]:
+def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> list[int] | None:
     if ranks is None:
-        return [0]
+        return None
     missing = [rank for rank in ranks if not 0 <= rank < world_size]
     if missing or not ranks:
         raise ValueError(f"ranks={list(ranks)}: choose from 0 to {world_size - 1}.")
@@ -357,7 +364,9 @@ def _describe_batch(batch: Any, knobs: Knobs) -> Batch:
 
 def _get_notes(run: Run, knobs: Knobs, *, is_even: bool) -> list[str]:
     config = run.trainer.strategy.config
-    notes = [_ALIKE] if is_even else []
+    notes = [_ALIKE if knobs.pp == 1 else _ALIKE_IN_STAGES] if is_even else []
+    if knobs.pp > 1:
+        notes.append(_PIPELINE)
     if knobs.ep > 1:
         notes.append(_EXPERTS)
     if not run.module.automatic_optimization:

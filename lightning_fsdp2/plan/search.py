@@ -8,26 +8,34 @@ import itertools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_fsdp2.plan.cache import Cache
 from lightning_fsdp2.plan.knobs import Knobs
-from lightning_fsdp2.plan.rank import Run, get_overlapped_axes
+from lightning_fsdp2.plan.pipeline import RankSummary
+from lightning_fsdp2.plan.rank import Run, describe_pipeline, get_overlapped_axes
 from lightning_fsdp2.plan.result import Verdict, get_verdict
 from lightning_fsdp2.plan.simulation.blocks import Summary, extrapolate
+from lightning_fsdp2.plan.simulation.recorder import Operation
 from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.timing.devices import Device
 from lightning_fsdp2.plan.timing.roofline import get_seconds, get_step_time
 from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
 
 _LARGEST_MICRO_BATCH = 16
+_LARGEST_PIPELINE = 16
 _RECOMPUTATIONS: tuple[str | bool, ...] = (False, "selective", "full")
 _SHORTEST_PART = 1024
 """Smallest number of tokens that a context parallel rank may hold of each sequence."""
+
+
+Result: TypeAlias = Summary | list[RankSummary] | str | None
+"""Summary of a layout, or those of the first and the last rank of its pipeline; or the reason for a refusal; or None if
+there was no time to simulate the layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,42 +144,67 @@ def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate 
     while layouts:
         following: list[Knobs | None] = []
         for layout, result in simulate(layouts):
-            if not isinstance(result, Summary):
+            if result is None or isinstance(result, str):
                 yield result
                 continue
-            candidate = _weigh(run, layout, result)
+            candidate = (
+                _weigh(run, layout, result) if isinstance(result, Summary) else _weigh_pipeline(run, layout, result)
+            )
             yield candidate
             following.append(_get_next(layout, fits=candidate.verdict == "fits"))
             if is_start:
-                following += _distribute_experts(run, layout, result.num_experts)
+                num_experts = (result if isinstance(result, Summary) else result[0]).num_experts
+                following += _distribute_experts(run, layout, num_experts)
         layouts, is_start = [layout for layout in following if layout is not None], False
 
 
 def _get_model_parallel_size(layout: Knobs) -> int:
-    return layout.tp * layout.cp
+    return layout.tp * layout.cp * layout.pp
 
 
 def list_layouts(run: Run, knobs: Knobs, sequence_length: int | None) -> Iterator[Knobs]:
-    """Yield the layouts to start from, with tensor parallelism only within nodes, and one replica or one per node.
+    """Yield the layouts to start from, with tensor parallelism only within nodes, and pipelines only across nodes.
 
-    These layouts have one sample per micro-batch, no recomputation and no expert parallelism. :func:`search` then
-    varies the micro-batch size, the recomputation and, for mixtures, expert parallelism.
+    There is one replica of the model, or one per node. These layouts have one sample per micro-batch, no recomputation
+    and no expert parallelism. :func:`search` then varies the micro-batch size, the recomputation and, for mixtures,
+    expert parallelism.
     """
     tp_sizes = [size for size in _powers_of_two(run.device.per_node) if run.world_size % size == 0]
     cp_sizes = list(_powers_of_two(max(1, (sequence_length or 0) // _SHORTEST_PART)))
-    for tp, cp in itertools.product(tp_sizes, cp_sizes):
-        dp, rest = divmod(run.world_size, tp * cp)
+    pp_sizes = list(_powers_of_two(min(run.nodes, _LARGEST_PIPELINE)))
+    for tp, cp, pp in itertools.product(tp_sizes, cp_sizes, pp_sizes):
+        dp, rest = divmod(run.world_size, tp * cp * pp)
         if rest or knobs.samples % dp:
             continue
-        for replicate in sorted({1, run.nodes} if dp % run.nodes == 0 and dp > run.nodes else {1}):
+        nodes = max(1, run.nodes // pp)
+        for replicate in sorted({1, nodes} if dp % nodes == 0 and dp > nodes else {1}):
             layout = replace(
-                knobs, dp=dp, dp_replicate=replicate, tp=tp, cp=cp, ep=1, batch_size=1, accumulation=knobs.samples // dp
-            )
-            yield layout.with_flags(
+                knobs,
+                dp=dp,
+                pp=pp,
+                dp_replicate=replicate,
+                tp=tp,
+                cp=cp,
+                ep=1,
+                batch_size=1,
+                accumulation=knobs.samples // dp,
+            ).with_flags(
                 activation_checkpointing=False,
                 sequence_parallel=tp > 1,
                 loss_parallel=tp > 1 and knobs.loss != "chunked",
+                pp_microbatches=None,
+                pp_layers_per_stage=None,
             )
+            yield from [layout] if pp == 1 else _list_pipelines(layout)
+
+
+def _list_pipelines(layout: Knobs) -> Iterator[Knobs]:
+    """Yield variants of ``layout`` in which one batch runs through a pipeline of one or two stages per rank."""
+    if layout.accumulation % layout.pp:
+        return  # ranks would wait for more than half of the time, or micro-batches could not be interleaved
+    divided = layout.divide(layout.accumulation, rows=1)
+    for schedule, stages in (("1f1b", 1), ("interleaved_1f1b", 2)):
+        yield divided.with_flags(pp_schedule=schedule, pp_stages_per_rank=stages, pp_layers_per_stage=None)
 
 
 def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
@@ -180,6 +213,9 @@ def _get_next(layout: Knobs, *, fits: bool) -> Knobs | None:
     If the layout fits, the next one has a larger micro-batch, since recomputation would only cost time. If the layout
     does not fit, the next one recomputes more, since a larger micro-batch would not fit either.
     """
+    if fits and layout.pp > 1:
+        number, rows = layout.micro_batches // 2, 2 * layout.batch_size // layout.micro_batches
+        return layout.divide(number, rows) if rows <= _LARGEST_MICRO_BATCH and number % layout.pp == 0 else None
     if fits:
         larger = 2 * layout.batch_size
         if larger > _LARGEST_MICRO_BATCH or layout.accumulation % 2:
@@ -197,7 +233,7 @@ def _distribute_experts(run: Run, layout: Knobs, num_experts: int) -> list[Knobs
     """
     if not num_experts:
         return []
-    most = math.gcd(num_experts, run.world_size // layout.dp_replicate)
+    most = math.gcd(num_experts, run.world_size // layout.pp // layout.dp_replicate)
     return [replace(layout, ep=ep) for ep in sorted({math.gcd(most, run.device.per_node), most} - {1})]
 
 
@@ -213,32 +249,97 @@ def simulate_all(
     cache: Cache | None,
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
-) -> Iterator[tuple[Knobs, Summary | str | None]]:
-    """Simulate layouts, and yield each layout with its result.
-
-    The result is a summary, or the reason for a refusal, or None if there was no time to simulate the layout.
-    """
+) -> Iterator[tuple[Knobs, Result]]:
+    """Simulate layouts, and yield each layout with its result."""
     cached = [(layout, cache.get(layout) if cache else None) for layout in layouts]
     yield from ((layout, result) for layout, result in cached if result is not None)
     missing = [layout for layout, result in cached if result is None]
-    tasks = [partial(_try, run, layout, further, end) for layout in missing for further in (0, 1)]
-    halves: dict[int, Any] = {}
-    for done, (number, result) in enumerate(run_in_processes(tasks, processes=processes), start=1):
+    run_all = partial(_run_all, processes=processes, on_progress=on_progress)
+    whole = [layout for layout in missing if layout.pp == 1]
+    pipelines = [layout for layout in missing if layout.pp > 1]
+    for layout, result in itertools.chain(
+        _simulate_few(run, whole, end, run_all), _simulate_ends(run, pipelines, end, run_all)
+    ):
+        if cache is not None and result is not None:
+            cache.put(layout, result)
+        yield layout, result
+
+
+def _run_all(
+    tasks: list[Any], *, processes: int | None, on_progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[int, Any]]:
+    for done, outcome in enumerate(run_in_processes(tasks, processes=processes), start=1):
         if on_progress is not None:
             on_progress(done, len(tasks))
+        yield outcome
+
+
+def _simulate_few(run: Run, layouts: list[Knobs], end: float, run_all: Any) -> Iterator[tuple[Knobs, Result]]:
+    """Simulate each layout with few layers, and once more with a few more."""
+    tasks = [partial(_try, end, partial(run.summarize, layout, further)) for layout in layouts for further in (0, 1)]
+    halves: dict[int, Any] = {}
+    for number, result in run_all(tasks):
         halves[number] = result
         first = number // 2 * 2
         if first in halves and first + 1 in halves:
-            layout, whole = missing[number // 2], _combine(halves.pop(first), halves.pop(first + 1))
-            if cache is not None and whole is not None:
-                cache.put(layout, whole)
-            yield layout, whole
+            yield layouts[number // 2], _combine(halves.pop(first), halves.pop(first + 1))
 
 
-def _try(run: Run, knobs: Knobs, further: int, end: float) -> Any:
-    if time.monotonic() > end:
-        return None
-    return get_result_or_refusal(partial(run.summarize, knobs, further))
+def _simulate_ends(run: Run, layouts: list[Knobs], end: float, run_all: Any) -> Iterator[tuple[Knobs, Result]]:
+    """Simulate the first and then the last rank of each pipeline."""
+    firsts: list[tuple[Knobs, RankSummary]] = []
+    for number, first in run_all(
+        [partial(_try, end, partial(run.summarize_pipeline_rank, one, 0, None)) for one in layouts]
+    ):
+        if isinstance(first, RankSummary):
+            firsts.append((layouts[number], first))
+        else:
+            yield layouts[number], first
+    tasks = [
+        partial(_try, end, partial(run.summarize_pipeline_rank, layout, _get_last(run, layout), first.boundary))
+        for layout, first in firsts
+    ]
+    for number, last in run_all(tasks):
+        layout, first = firsts[number]
+        yield layout, [first, last] if isinstance(last, RankSummary) else last
+
+
+def _get_last(run: Run, layout: Knobs) -> int:
+    """Return the first rank of the last stage."""
+    return run.world_size - run.world_size // layout.pp
+
+
+def _try(end: float, task: Callable[[], Any]) -> Any:
+    return get_result_or_refusal(task) if time.monotonic() <= end else None
+
+
+def _weigh_pipeline(run: Run, knobs: Knobs, ranks: list[RankSummary]) -> Candidate:
+    overlapped = get_overlapped_axes(run.trainer.strategy.config)
+    pipeline = describe_pipeline(knobs, ranks[0].layers)
+    times = [action.get_time(run.device, overlapped_axes=overlapped) for rank in ranks for action in rank.actions]
+    sends = [one for one in ranks[0].rest if one.collective is not None and one.collective.kind == "send"]
+    transfer = max((get_seconds(one, run.device, as_reached=True) for one in sends), default=0.0)
+    bound, _ = pipeline.compute_waiting({(time.stage, time.is_backward): time.at_least for time in times})
+    reached, waiting = pipeline.compute_waiting(
+        {(time.stage, time.is_backward): time.estimate for time in times}, transfer=transfer
+    )
+    rests = [
+        [get_step_time(rank.rest, run.device, overlapped_axes=overlapped, as_reached=reach) for rank in ranks]
+        for reach in (False, True)
+    ]
+    fullest = max(ranks, key=lambda rank: rank.reserved.most)
+    peak = max(rank.peak_bytes for rank in ranks)
+    slowest = ranks[0] if waiting[0] < waiting[-1] else ranks[-1]
+    operations = [*slowest.rest, *(one for action in slowest.actions for one in action.operations)]
+    return Candidate(
+        knobs=knobs,
+        peak_bytes=peak,
+        reserved=fullest.reserved,
+        verdict=get_verdict(peak, fullest.reserved, run.device),
+        at_least=bound + max(rest.shortest for rest in rests[0]),
+        estimate=reached + max(rest.longest for rest in rests[1]),
+        reason=f"waiting {min(waiting) / reached:.0%}, {_explain(operations, run.device)}",
+    )
 
 
 def _combine(few: Any, more: Any) -> Summary | str | None:
@@ -262,13 +363,13 @@ def _weigh(run: Run, knobs: Knobs, summary: Summary) -> Candidate:
         verdict=get_verdict(summary.peak_bytes, summary.reserved, run.device),
         at_least=bound.shortest,
         estimate=reached.longest,
-        reason=_explain(summary, run.device),
+        reason=_explain(summary.operations, run.device),
     )
 
 
-def _explain(summary: Summary, device: Device) -> str:
+def _explain(operations: Iterable[Operation], device: Device) -> str:
     seconds: dict[str, float] = defaultdict(float)
-    for operation in summary.operations:
+    for operation in operations:
         name = "operations" if operation.collective is None else operation.collective.axis
         seconds[name] += get_seconds(operation, device, as_reached=True) * operation.times
     total = sum(seconds.values()) or 1.0

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fsdp2.plan.simulation.sharding import Description, ParameterDescription, UnitDescription
-from lightning_fsdp2.sizes import EFSDP, EXPERT_PARALLEL
+from lightning_fsdp2.sizes import EFSDP, EXPERT_PARALLEL, PIPELINE_PARALLEL
 
 WIDTH = 100
 _ROOT = "(root)"
@@ -30,7 +30,7 @@ def write_tables(description: Description, file: TextIO) -> None:
     axes = _get_sharding_axes(description)
     console.print(_build_summary(description, prefix, has_units=bool(axes)), "")
     if axes:
-        console.print(_build_unit_table(groups), "")
+        console.print(_build_unit_table(groups, is_pipeline=PIPELINE_PARALLEL in description.mesh), "")
     console.print(_build_parameter_table(groups, axes))
     for note in description.notes:
         console.print(f"\n{note}")
@@ -69,7 +69,7 @@ def _remove_prefix(unit: UnitDescription, prefix: str) -> UnitDescription:
 
 
 def _build_summary(description: Description, prefix: str, *, has_units: bool) -> Table:
-    totals = description.totals
+    totals, is_pipeline = description.totals, PIPELINE_PARALLEL in description.mesh
     weights, gradients = format_bytes(totals["weight_bytes"]), format_bytes(totals["gradient_bytes"])
     states, gathered = format_bytes(2 * totals["gradient_bytes"]), format_bytes(totals["largest_gathered_bytes"])
     is_all = totals["trained_parameters"] == totals["parameters"]
@@ -83,7 +83,9 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
         "mesh": _describe_mesh(description.mesh),
         **({"mesh of experts": _describe_mesh(description.expert_mesh)} if description.expert_mesh else {}),
         "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in description.precision.items()),
-        "per rank": f"weights {weights}, gradients {gradients}, two states per weight (AdamW) {states}",
+        "per rank"
+        if not is_pipeline
+        else "at most": f"weights {weights}, gradients {gradients}, two states per weight (AdamW) {states}",
         **({"": f"the largest unit while it computes {gathered}"} if has_units else {}),
     }.items():
         table.add_row(Text(name, style="bold"), value)
@@ -94,13 +96,14 @@ def _describe_mesh(mesh: dict[str, int]) -> str:
     return TIMES.join(f"{axis} {size}" for axis, size in mesh.items())
 
 
-def _build_unit_table(groups: list[list[UnitDescription]]) -> Table:
-    table = build_table("Unit", "Parameters", "Gathered", "Shard")
+def _build_unit_table(groups: list[list[UnitDescription]], *, is_pipeline: bool) -> Table:
+    table = build_table("Unit", *(["Pipeline rank"] if is_pipeline else []), "Parameters", "Gathered", "Shard")
     table.add_column("After forward", no_wrap=True)
     for group in groups:
         first, times = group[0], f"{len(group)}{TIMES}" if len(group) > 1 else ""
         table.add_row(
             _get_unit_name(group),
+            *([str(first.pipeline_rank)] if is_pipeline else []),
             times + format_count(sum(math.prod(parameter.shape) for parameter in first.parameters)),
             times + format_bytes(first.gathered_bytes),
             times + format_bytes(first.shard_bytes),
@@ -165,11 +168,12 @@ def _group_alike(units: list[UnitDescription]) -> list[list[UnitDescription]]:
 def _get_kind(unit: UnitDescription) -> object:
     """Return a key to group units by.
 
-    Units with equal keys differ only in the numbers in their names, and in whether they reshard after forward.
+    Units with equal keys are on the same pipeline rank, and differ only in the numbers in their names and in whether
+    they reshard after forward.
     """
     modules = [_NUMBER.sub("#", name) for name in unit.modules]
     parameters = [(name, _get_look(parameter)) for name, parameter, _ in _fold_parameters(unit)]
-    return modules, parameters, unit.gathered_bytes
+    return modules, parameters, unit.gathered_bytes, unit.pipeline_rank
 
 
 def _fold_parameters(unit: UnitDescription) -> list[tuple[str, ParameterDescription, int]]:

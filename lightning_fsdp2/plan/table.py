@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_fsdp2.plan.knobs import Knobs
+from lightning_fsdp2.plan.pipeline import Pipeline
 from lightning_fsdp2.plan.result import Plan, RankPlan, get_verdict
 from lightning_fsdp2.plan.run import SearchResult
 from lightning_fsdp2.plan.sharding_table import TIMES, build_table, format_bytes, format_count, make_console
@@ -54,7 +55,7 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
             knobs = candidate.knobs
             table.add_row(
                 _describe_layout(knobs),
-                f"{knobs.accumulation}{TIMES}{knobs.batch_size}",
+                f"{knobs.accumulation * knobs.micro_batches}{TIMES}{knobs.batch_size // knobs.micro_batches}",
                 format_bytes(candidate.peak_bytes),
                 _format_seconds(candidate.estimate),
                 _format_seconds(candidate.at_least),
@@ -79,7 +80,13 @@ def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None
 
 def _describe_layout(knobs: Knobs) -> str:
     amount = knobs.config.activation_checkpointing
-    sizes = {"replicas": knobs.dp_replicate, "shards": knobs.dp // knobs.dp_replicate, "cp": knobs.cp, "tp": knobs.tp}
+    sizes = {
+        "pp": knobs.pp,
+        "replicas": knobs.dp_replicate,
+        "shards": knobs.dp // knobs.dp_replicate,
+        "cp": knobs.cp,
+        "tp": knobs.tp,
+    }
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     experts = [f"ep {knobs.ep}"] if knobs.ep > 1 else []
     return ", ".join([TIMES.join(parts) or "1 rank", *experts, f"{amount} AC" if amount else "no AC"])
@@ -96,24 +103,37 @@ def _build_summary(plan: Plan) -> Table:
             "strategy": f"{plan.strategy} on {plan.world_size} ranks: {plan.device.name.upper()}, {nodes}",
             "mesh": TIMES.join(f"{axis} {size}" for axis, size in plan.mesh.items()),
             "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in plan.precision.items()),
-            "micro-batch": ", ".join(
+            "micro-batch" if plan.pipeline is None else "batch": ", ".join(
                 f"{name} {TIMES.join(map(str, shape))}" for name, shape in plan.batch.shapes.items()
             ),
             "step": _describe_step(plan),
+            **({} if plan.pipeline is None else {"pipeline": _describe_pipeline(plan.pipeline)}),
         }
+    )
+
+
+def _describe_pipeline(pipeline: Pipeline) -> str:
+    fewest, most = min(pipeline.layers), max(pipeline.layers)
+    layers = f"{most} layer{'s' if most > 1 else ''}" if fewest == most else f"{fewest} to {most} layers"
+    rows = f"{pipeline.rows} sample{'s' if pipeline.rows > 1 else ''}"
+    return (
+        f"{pipeline.schedule}, {len(pipeline.layers)} stages of {layers}, {pipeline.micro_batches} micro-batches of"
+        f" {rows}: ranks wait for {pipeline.bubble:.1%} of the time if stages are equal"
     )
 
 
 def _describe_step(plan: Plan) -> str:
     batch = plan.batch
     tokens = "" if batch.tokens is None else f", {batch.tokens:,} tokens"
-    micro_batches = f"{batch.accumulation} micro-batches" if batch.accumulation > 1 else "1 micro-batch"
-    return f"{micro_batches} on each data parallel rank: {batch.samples:,} samples{tokens}"
+    kind = "micro-batch" if plan.pipeline is None else "batch"
+    batches = f"{batch.accumulation} {kind}es" if batch.accumulation > 1 else f"1 {kind}"
+    return f"{batches} on each data parallel rank: {batch.samples:,} samples{tokens}"
 
 
 def _build_placement_table(plan: Plan) -> Table:
     axes = list(dict.fromkeys(axis for group in plan.placements for axis in group["placement"]))
-    table = build_table("Parameters", "Tensors", "Of all ranks", "Of rank 0")
+    whole = "all ranks" if plan.pipeline is None else "its stages"
+    table = build_table("Parameters", "Tensors", f"Of {whole}", "Of rank 0")
     for axis in axes:
         table.add_column(axis)
     for group in sorted(plan.placements, key=lambda group: group["bytes"], reverse=True):
@@ -130,6 +150,11 @@ def _build_placement_table(plan: Plan) -> Table:
 
 def _build_memory_table(plan: Plan) -> Table:
     table = build_table("Memory at its peak", *(f"Rank {rank.rank}" for rank in plan.ranks))
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.no_wrap = len(plan.ranks) < 3  # the names of the parts in which memory peaks are long
+    if plan.pipeline is not None:
+        _add_stages(table, plan, plan.pipeline)
     for category in plan.ranks[0].peak:
         if any(rank.peak[category] for rank in plan.ranks):
             table.add_row(category, *(format_bytes(rank.peak[category]) for rank in plan.ranks))
@@ -145,6 +170,16 @@ def _build_memory_table(plan: Plan) -> Table:
         table.add_row(f"held {name}", *(_format_range(memory.reserved) for memory in uneven))
         table.add_row("in the", *(memory.peak_at for memory in uneven))
     return table
+
+
+def _add_stages(table: Table, plan: Plan, pipeline: Pipeline) -> None:
+    """Add which stages the ranks run, and for how many micro-batches they keep activations."""
+    places = [rank.rank // (plan.world_size // pipeline.ranks) for rank in plan.ranks]
+    stages = [pipeline.get_stages(place) for place in places]
+    table.add_row("stages", *(", ".join(map(str, own)) for own in stages))
+    table.add_row("layers", *(str(sum(pipeline.layers[stage] for stage in own)) for own in stages))
+    table.add_row("micro-batches in flight", *(str(pipeline.in_flight[place]) for place in places))
+    table.add_section()
 
 
 def _build_traffic_table(rank: RankPlan) -> Table:
@@ -171,6 +206,10 @@ def _build_time_summary(plan: Plan) -> Table:
         "": f"operations {_format_seconds(time.compute)} ({flops / 1e12:,.1f} TFLOP), collectives"
         f" {_format_seconds(time.exposed)} exposed and {_format_seconds(time.overlappable)} overlappable",
     }
+    if plan.pipeline is not None:
+        busiest = min(plan.ranks, key=lambda rank: rank.reached.waiting)
+        rows["pipeline"] = f"rank {busiest.rank} waits the least for others, {_format_seconds(busiest.reached.waiting)}"
+        rows["pipeline"] += f" or {busiest.reached.waiting / plan.estimate:.0%} of the step"
     if (tokens := plan.batch.tokens) is not None:
         about, most = tokens / plan.estimate, tokens / plan.at_least
         rows["tokens"] = f"about {about:,.0f} per second on all ranks, at most {most:,.0f};"

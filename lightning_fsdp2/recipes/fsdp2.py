@@ -11,19 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_fsdp2.config import FSDP2Config, MegatronFSDPConfig
-from lightning_fsdp2.mesh import AxisNames, MeshAxes, get_device, get_mesh_axes, get_shard_size
+from lightning_fsdp2.mesh import get_device, get_shard_size
+from lightning_fsdp2.mesh_axes import AxisNames, MeshAxes, get_mesh_axes
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
-from lightning_fsdp2.parallel.data.units import build_unit_plan
+from lightning_fsdp2.parallel.data.units import UnitPlan, build_unit_plan
 from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
 from lightning_fsdp2.parallel.expert.checks import check_experts
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.layers.compile import apply_compile
 from lightning_fsdp2.parallel.layers.packed_sequences import apply_unpacked_sequences
-from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
+from lightning_fsdp2.parallel.pipeline.apply import apply_pipeline_parallel
+from lightning_fsdp2.parallel.pipeline.split import Split, build_split
+from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel, get_optional_stack
 from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion, build_collective_fusion
 from lightning_fsdp2.recipes.imports import import_plan
 from lightning_fsdp2.weights.adapters import check_peft
@@ -58,7 +61,7 @@ def parallelize_with_fsdp2(
         config: Flags of FSDP2.
         names: Names of the mesh's axes.
         moe_mesh: Mesh of the experts, if it is not part of ``device_mesh``; see
-            :func:`~lightning_fsdp2.mesh.get_expert_meshes`.
+            :func:`~lightning_fsdp2.mesh_axes.get_expert_meshes`.
         materializes: Whether a model on the meta device gets its weights. False leaves its shards on the meta device,
             for inspection.
 
@@ -78,15 +81,18 @@ def parallelize_with_fsdp2(
     policy = resolve_mp_policy(config.mp_policy)
     _check_experts(structure, axes, config, policy)
     fusion = get_optional_fusion(axes.tp, config)
-    warn_of_tensor_parallel_flags(axes.tp, config)
-    _warn_of_context_parallel_flags(axes.cp, config)
-    _warn_of_uncompiled_experts(axes.ep, config)
+    _warn_of_flags(axes, config)
     device = get_device(device_mesh)
-    broadcast_from_first_rank(model, device, device_mesh)
+    split = None if axes.pp is None else _build_split(structure, axes.pp, config)
+    for mesh in filter(None, (axes.pp, device_mesh)):
+        broadcast_from_first_rank(model, device, mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
     maybe_apply_tensor_parallel(structure, axes.tp, config)
     _apply_context_parallel(structure, axes, config)
+    if split is not None:
+        split.drop(get_optional_stack(split.layers))
+        structure = find_structure(model)  # without the modules of other stages
     _apply_activation_checkpointing(structure, axes, config)
     if config.enable_compile:
         apply_compile(structure, tensor_parallel=axes.tp is not None, fusion=fusion)
@@ -99,15 +105,26 @@ def parallelize_with_fsdp2(
     offload_policy = get_optional_offload_policy(config, device)
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
-    if config.enable_fsdp2_prefetch:
-        forward_depth, backward_depth = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
-        apply_prefetch(plan, forward_depth=forward_depth, backward_depth=backward_depth)
+    _apply_prefetch(plan, config)
     if materializes:
         weights_device = device if offload_policy is None else torch.device("cpu")
         load_pretrained(model, weights_device, device_mesh)
         materialize(model, weights_device, device_mesh)
+    if split is not None:
+        apply_pipeline_parallel(model, split, device_mesh, gathers_once=config.reshard_after_forward in (None, False))
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
     return model
+
+
+def _build_split(structure: ModelStructure, pp_mesh: DeviceMesh, config: FSDP2Config) -> Split:
+    """Divide the model into the stages of a pipeline, without changing it."""
+    return build_split(
+        structure,
+        ranks=pp_mesh.size(),
+        rank=pp_mesh.get_local_rank(),
+        stages_per_rank=config.stages_per_rank,
+        layers_per_stage=config.pp_layers_per_stage,
+    )
 
 
 def _check_experts(
@@ -171,6 +188,13 @@ def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, c
     )
 
 
+def _apply_prefetch(plan: UnitPlan, config: FSDP2Config) -> None:
+    """Make units gather their weights in advance, unless the config turns that off."""
+    if config.enable_fsdp2_prefetch:
+        forward_depth, backward_depth = config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth
+        apply_prefetch(plan, forward_depth=forward_depth, backward_depth=backward_depth)
+
+
 def resolve_mp_policy(
     mp_policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype = torch.bfloat16
 ) -> MixedPrecisionPolicy:
@@ -212,6 +236,13 @@ def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> Coll
     if not config.enable_async_tensor_parallel:
         return None
     return build_collective_fusion(tp_mesh)
+
+
+def _warn_of_flags(axes: MeshAxes, config: FSDP2Config) -> None:
+    """Log warnings on global rank 0 about flags that have no effect on this mesh, or not the one to expect."""
+    warn_of_tensor_parallel_flags(axes.tp, config)
+    _warn_of_context_parallel_flags(axes.cp, config)
+    _warn_of_uncompiled_experts(axes.ep, config)
 
 
 def warn_of_tensor_parallel_flags(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:

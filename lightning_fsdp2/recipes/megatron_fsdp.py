@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_fsdp2.config import MegatronFSDPConfig
-from lightning_fsdp2.mesh import check_no_expert_parallel, get_device, get_optional_mesh
+from lightning_fsdp2.mesh import get_device, get_optional_mesh
+from lightning_fsdp2.mesh_axes import check_no_expert_parallel, check_no_pipeline_parallel
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
@@ -57,6 +58,7 @@ def parallelize_with_megatron_fsdp(
     structure = find_structure(model)
     check_supported(device_mesh, config)
     check_no_expert_parallel(device_mesh, "Megatron-FSDP")
+    check_no_pipeline_parallel(device_mesh, "Megatron-FSDP")
     tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
     warn_of_tensor_parallel_flags(tp_mesh, config)
     paths = config.megatron_fsdp_unit_modules

@@ -41,6 +41,7 @@ class MeshCheckpointIO(CheckpointIO):
     config: CheckpointConfig
     _group: dist.ProcessGroup | None = None
     _thread_group: dist.ProcessGroup | None = None
+    _pipeline: dist.ProcessGroup | None = None
     _writer: BackgroundWriter | None = None
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class MeshCheckpointIO(CheckpointIO):
         device: torch.device,
         group: dist.ProcessGroup,
         thread_group: dist.ProcessGroup | None = None,
+        pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         """Set the plugin's config, device and process groups.
 
@@ -63,6 +65,7 @@ class MeshCheckpointIO(CheckpointIO):
             device: This rank's device.
             group: CPU group of all ranks for the main thread.
             thread_group: CPU group of all ranks for the background thread of ``async_save``.
+            pipeline: CPU group of the ranks of the pipeline for the main thread; None without a pipeline.
         """
         if not config.async_save:
             self._writer = None
@@ -71,6 +74,7 @@ class MeshCheckpointIO(CheckpointIO):
         self.config = config
         self._group = group
         self._thread_group = thread_group
+        self._pipeline = pipeline
 
     @override
     def save_checkpoint(
@@ -109,7 +113,8 @@ class MeshCheckpointIO(CheckpointIO):
         self._pending = {target: True}
         if self.config.format == "full":
             checkpoint[DESCRIPTIONS_KEY] = summary.get(DESCRIPTIONS_KEY, [])
-            whole = gather_whole(checkpoint, self._group, copies=self._writer is not None, trust=trust)
+            copies = self._writer is not None
+            whole = gather_whole(checkpoint, self._group, copies=copies, trust=trust, pipeline=self._pipeline)
             self._run({}, lambda _: write_file(target, whole, group))
         else:
             tensors = {"state_dict": checkpoint.pop("state_dict")}
@@ -117,7 +122,7 @@ class MeshCheckpointIO(CheckpointIO):
             if states := checkpoint.get("optimizer_states"):
                 tensors |= {f"optimizer_{index}": state for index, state in enumerate(states)}
                 del checkpoint["optimizer_states"]
-            snapshot = take_snapshot(tensors, checkpoint, summary, self._group, trust=trust)
+            snapshot = take_snapshot(tensors, checkpoint, summary, self._group, pipeline=self._pipeline, trust=trust)
             # the closure below must not keep the original tensors alive after they have been copied
             bare = snapshot.with_tensors({})
             self._run(snapshot.tensors, lambda copies: write_snapshot(target, bare.with_tensors(copies), group))

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -23,11 +23,13 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
+from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import check_arguments
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import get_differences, tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
+from lightning_fsdp2.strategies.pipelining import Pipelining, check_pipelining
 from lightning_fsdp2.strategies.precision import get_mp_policy
 from lightning_fsdp2.weights.materialize import materialize
 
@@ -42,13 +44,17 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     one rank. If ``configure_model`` shards the module, the strategy checks the result and does not shard it again.
 
     Args:
-        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``cp_size`` and
-            ``tp_size`` leave over.
-        dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node.
+        dp_size: Number of data parallel ranks, replicas x shards. ``"auto"``: all ranks that ``pp_size``, ``cp_size``
+            and ``tp_size`` leave over.
+        dp_replicate_size: Number of replicas of the sharded model (HSDP). ``"auto"``: one per node, or with several
+            pipeline stages, one per node of a stage.
         tp_size: Number of tensor parallel ranks. They read the same batch, and each holds a part of every layer.
         cp_size: Number of context parallel ranks. Each computes a part of every sequence.
         ep_size: Number of expert parallel ranks. Each holds a part of the experts of every layer, and tokens travel
-            between them. This adds no ranks: ``ep_size`` must divide the number of ranks in a model replica.
+            between them. This adds no ranks: ``ep_size`` must divide the number of ranks in a model replica, or in a
+            pipeline stage of it.
+        pp_size: Number of pipeline parallel ranks. Each holds a part of the layers, and batches are split into
+            micro-batches that pass through the ranks one after another.
         config: The flags of FSDP2.
         checkpoint: Options for writing and reading checkpoints.
         timeout: Timeout of collectives, after which a hang becomes an error. This timeout applies while a run starts,
@@ -78,6 +84,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         tp_size: int = 1,
         cp_size: int = 1,
         ep_size: int = 1,
+        pp_size: int = 1,
         config: FSDP2Config | None = None,
         checkpoint: CheckpointConfig | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -88,16 +95,30 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         check_arguments(type(self).__name__, FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
         config = config or FSDP2Config()
         sizes = ParallelSizes(
-            dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size, ep_size=ep_size
+            dp_size=dp_size,
+            dp_replicate_size=dp_replicate_size,
+            tp_size=tp_size,
+            cp_size=cp_size,
+            ep_size=ep_size,
+            pp_size=pp_size,
         )
         super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
         self._patches = ExitStack()
+        self.pipelining: Pipelining | None = None
 
     @override
     def setup_environment(self) -> None:
+        if self.pp_size > 1:
+            check_pipelining(self.lightning_module.trainer)
         # raise errors about the precision early, before process groups exist
         get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
         super().setup_environment()
+
+    @override
+    def enter_mesh(self, mesh: DeviceMesh) -> None:
+        super().enter_mesh(mesh)
+        if self.pp_size > 1:
+            self.pipelining = Pipelining(self.world, self.steps, self.config, self.root_device)
 
     @override
     def build_manager(self, device_mesh: DeviceMesh) -> FSDP2Manager:
@@ -111,6 +132,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         activate_context_parallel(self.lightning_module)
+        if self.pipelining is not None:
+            cast(Any, self.precision_plugin).pipeline = get_pipeline(self.lightning_module).shared.ranks
 
     @override
     def teardown(self) -> None:
@@ -130,6 +153,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
 
     @override
     def parallelize_module(self, module: "LightningModule") -> None:
+        if self.pp_size > 1:
+            _check_not_sharded_by_user(module, self.pp_size)
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
@@ -140,7 +165,10 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             materialize(module, self.root_device, self.full_device_mesh)
         else:
             self.manager.parallelize(module)
-            rank_zero_info(f"{type(self).__name__}: mesh {self.full_device_mesh.shape}, {self.manager.mp_policy}")
+            sizes = " x ".join(f"{name} {size}" for name, size in self.world.axis_sizes.items())
+            rank_zero_info(f"{type(self).__name__}: mesh {sizes}, {self.manager.mp_policy}")
+            if self.pp_size > 1:
+                rank_zero_info(get_pipeline(module).describe())
         if isinstance(module, FSDPModule):
             check_manual_optimization(module)
             for name in get_entrances(module):
@@ -158,6 +186,28 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             drop_deferred_gradients(self.lightning_module, parameters)
 
         extend_zero_grad(optimizer, clear)
+        if self.pipelining is not None:
+            self.pipelining.extend_zero_grad(optimizer)
+
+    @override
+    def run_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().run_training_step
+        if self.pipelining is None:
+            return step(*args, **kwargs)
+        return self.pipelining.train(step, self.lightning_module, *args, **kwargs)
+
+    @override
+    def run_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
+        if self.pipelining is None:
+            super().run_backward(loss, optimizer, *args, **kwargs)
+        else:
+            self.pipelining.finish_backward(self.lightning_module)
+
+    @override
+    def run_evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.pipelining is None:
+            return step(*args, **kwargs)
+        return self.pipelining.evaluate(step, self.lightning_module, name, *args, **kwargs)
 
     @contextmanager
     @override
@@ -167,6 +217,16 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
         with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
             yield
+
+
+def _check_not_sharded_by_user(module: nn.Module, pp_size: int) -> None:
+    """Refuse a module that the user has sharded, since only a whole model can be divided into pipeline stages."""
+    names = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if names:
+        raise ValueError(
+            f"pp_size={pp_size}: `configure_model` of {get_class_name(module)} has sharded {names[0]}, but only a whole"
+            " model can be divided into pipeline stages. Leave all sharding to the strategy, or use pp_size=1."
+        )
 
 
 def _check_flags_of_user(module: nn.Module, config: FSDP2Config) -> None:

@@ -1,13 +1,13 @@
 """Megatron-FSDP for the Lightning Trainer: ``Trainer(strategy=MegatronFSDPStrategy())``."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -139,7 +139,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
             )
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization and not self.steps.is_accumulating:
-            with self.surround_backward():
+            with self.driver.surround_backward():
                 pass  # run no backward, but let the context's exit finish the gradients of earlier micro-batches
         # put the sharded parameters back for hooks, since Megatron-FSDP may have freed the gathered parameters
         self.release_parameters()
@@ -188,8 +188,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self.driver.expect_writes()
 
     @override
-    def surround_backward(self) -> AbstractContextManager[None]:
-        return self.driver.surround_backward()
+    def run_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
+        with self.driver.surround_backward():
+            super().run_backward(loss, optimizer, *args, **kwargs)
 
     @contextmanager
     @override

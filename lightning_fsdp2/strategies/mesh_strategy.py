@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -114,7 +113,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.steps = Steps(self.world)
         self.evaluation = Evaluation(self.world, self.release_parameters)
         self._own_callbacks = OwnCallbacks(type(self).__name__, steady_timeout)
-        self._buffers = SharedBuffers()
+        self._buffers = SharedBuffers(self.world)
         self._step_region: Any = None
         self._manager: ManagerT | None = None
 
@@ -139,19 +138,24 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Make ``optimizer`` handle weights and gradients that the strategy stores outside of the parameters."""
 
-    def surround_backward(self) -> AbstractContextManager[None]:
-        """Return a context manager to run the backward pass in."""
-        return nullcontext()
+    def run_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step`` on a batch."""
+        return super().training_step(*args, **kwargs)
+
+    def run_backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of ``loss``."""
+        self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+
+    def run_evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step ``name``, such as ``"validation_step"``, on a batch."""
+        return step(*args, **kwargs)
 
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
-        """Check and scale the gradients before an optimizer step under manual optimisation.
-
-        If the step has a closure, this method runs after the closure, since the closure may run the backward pass.
-        """
+        """Check and scale the gradients of a manual optimizer step, after its closure, which may run the backward."""
         self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
 
     def share_buffers(self) -> None:
-        """Broadcast the module's buffers from rank 0 to all ranks."""
+        """Broadcast the module's buffers from the first rank of a pipeline stage to the others."""
         self._buffers.share()
 
     def begin_evaluation(self) -> None:
@@ -349,7 +353,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """False: Lightning loads checkpoints before :meth:`setup`, so :meth:`load_checkpoint` first shards the module.
 
         If it were True, ``Trainer._run`` (lightning 2.6.6) would ignore the user's ``trainer.fit(weights_only=)``, and
-        would load the states of callbacks only after ``on_fit_start``. Callbacks need their states in this hook.
+        would load the states of callbacks only after ``on_fit_start``, which needs them.
         """
         return False
 
@@ -420,7 +424,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         # poll often, so that the actions waiting for a background save run soon after it is complete
         self.checkpoint_io.poll()
         with self._step_region():
-            return super().training_step(*args, **kwargs)
+            return self.run_training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -429,8 +433,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         check_end(self.lightning_module, "the backward pass")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with self._step_region(), self.surround_backward():
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        with self._step_region():
+            self.run_backward(closure_loss, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -459,7 +463,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, *args, **kwargs)
+        return self._evaluate("validation_step", super().validation_step, *args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
@@ -471,7 +475,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, *args, **kwargs)
+        return self._evaluate("test_step", super().test_step, *args, **kwargs)
 
     @override
     def on_test_end(self) -> None:
@@ -484,12 +488,13 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(super().predict_step, *args, **kwargs)
+        step = partial(self.run_evaluation_step, "predict_step", super().predict_step, *args, **kwargs)
         return self.evaluation.run_prediction(self._step_region, self.lightning_module, step)
 
     @override
     def on_predict_end(self) -> None:
         self.end_evaluation()
 
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.evaluation.run(self._step_region, self.lightning_module, partial(step, *args, **kwargs))
+    def _evaluate(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = partial(self.run_evaluation_step, name, step, *args, **kwargs)
+        return self.evaluation.run(self._step_region, self.lightning_module, step)

@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import FLAGS_OF_A_RUN, DistributedConfig, spell_alike
+from lightning_fsdp2.mesh import get_optional_mesh
 from lightning_fsdp2.parallel.data.branches import check_branches
+from lightning_fsdp2.sizes import PIPELINE_PARALLEL
 from lightning_fsdp2.strategies.parts.world import World
 
 _ATTRIBUTE = "_lightning_fsdp2_parallelisation"
@@ -53,11 +55,11 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
             f"An earlier Trainer parallelised the module with a {old}, and this Trainer cannot parallelise the module"
             f" again with a {new}. Save a checkpoint, and load it into a new module."
         )
-    old_mesh, mesh = earlier.device_mesh, current.device_mesh
-    if (old_mesh.shape, old_mesh.device_type) != (mesh.shape, mesh.device_type):
+    old_ranks, ranks = _describe_ranks(earlier.device_mesh), _describe_ranks(current.device_mesh)
+    if old_ranks != ranks:
         raise ValueError(
-            f"The module was sharded over {old_mesh} by an earlier Trainer, but this strategy asks for {mesh}. Use the"
-            " same sizes, or load a checkpoint into a new module."
+            f"The module was sharded over {old_ranks} by an earlier Trainer, but this strategy asks for {ranks}. Use"
+            " the same sizes, or load a checkpoint into a new module."
         )
     if earlier.has_half_weights != current.has_half_weights:
         old, new = ("bfloat16" if way.has_half_weights else "their original dtype" for way in (earlier, current))
@@ -72,6 +74,12 @@ def _check_same(earlier: Parallelisation, current: Parallelisation) -> None:
         )
 
 
+def _describe_ranks(mesh: DeviceMesh) -> str:
+    """Return ``mesh`` as text, with its device type and the size of each axis, and with the number of stages."""
+    pipeline = get_optional_mesh(mesh, PIPELINE_PARALLEL)
+    return str(mesh) if pipeline is None else f"{pipeline.size()} pipeline stages of {mesh}"
+
+
 def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -> None:
     """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 
@@ -79,7 +87,7 @@ def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -
     vision tower. If some ranks skipped a part that others run, their collectives would not match.
     """
     if world.data_parallel_size > 1 and world.control_group is not None:
-        check_branches(module, units, world.control_group)
+        check_branches(module, units, world.get_stage_control())
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2.config import DDPConfig, MegatronFSDPConfig
+from lightning_fsdp2.modules.stages import PipelineRanks
 from lightning_fsdp2.modules.structure import get_float32_buffers, get_hf_models
-from lightning_fsdp2.parallel.data.gradients import clip_grad_norm_, clip_grad_value_
+from lightning_fsdp2.parallel.data.gradients import clip_grad_value_, clip_to_norm
 
 ConfigT = TypeVar("ConfigT", DDPConfig, MegatronFSDPConfig)
 
@@ -62,6 +63,8 @@ class ShardedPrecision(Precision):
         self.precision = precision  # type: ignore[assignment]
         self.gradient_norm: Tensor | None = None
         """Total norm of the gradients before the last clipping by norm. [] float32."""
+        self.pipeline: PipelineRanks | None = None
+        """Ranks of the pipeline whose stages hold the gradients; the strategy sets them."""
         self.norm_observers: list[Callable[[Tensor], None]] = []
         """Functions to call with ``gradient_norm`` after each clipping by norm, before the optimizer step."""
         # for bf16-true, use Lightning's own plugin, which creates tensors in bfloat16
@@ -106,7 +109,7 @@ class ShardedPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.gradient_norm = clip_grad_norm_(self.main_params(optimizer), clip_val)
+        self.gradient_norm = clip_to_norm(self.main_params(optimizer), clip_val, pipeline=self.pipeline)
         for observe in self.norm_observers:
             observe(self.gradient_norm)
 

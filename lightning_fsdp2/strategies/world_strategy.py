@@ -62,7 +62,7 @@ class WorldStrategy(ParallelStrategy):
 
     @property
     def full_device_mesh(self) -> DeviceMesh:
-        """The run's device mesh with all of its axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
+        """The device mesh of this rank's stage, with all axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
         return self.world.mesh
 
     @property
@@ -94,6 +94,11 @@ class WorldStrategy(ParallelStrategy):
     def ep_size(self) -> int:
         """Number of expert parallel ranks."""
         return self.asked_sizes.ep_size or 1
+
+    @property
+    def pp_size(self) -> int:
+        """Number of pipeline parallel ranks."""
+        return self.asked_sizes.pp_size or 1
 
     @property
     def data_parallel_rank(self) -> int:

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from lightning_fsdp2.compat.transformers import build_from_config, set_weight_conversions
+from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import (
     find_peft_models,
     get_class_name,
     get_hf_models,
     is_hf_model,
 )
-from lightning_fsdp2.weights.adapters import INSTALL, without_adapters
+from lightning_fsdp2.modules.stubs import with_skeletons
+from lightning_fsdp2.weights.adapters import INSTALL, get_plain_names, without_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -45,14 +47,15 @@ def describe_hf_models(module: nn.Module, tokenizer: Any = None) -> list[Descrip
     Returns:
         One description per model, in registration order.
     """
-    names = {submodule: name for name, submodule in module.named_modules()}
-    tokenizer_name = getattr(tokenizer, "name_or_path", "")
-    # search for peft's wrappers, not for peft's layers: with prompt or prefix tuning, the model contains no such layers
-    adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
-    return [
-        {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
-        for model in get_hf_models(module)
-    ]
+    with with_skeletons(module):
+        names = {submodule: name for name, submodule in module.named_modules()}
+        tokenizer_name = getattr(tokenizer, "name_or_path", "")
+        # search for peft's wrappers, not for its layers: with prompt or prefix tuning, a model has no layers of peft
+        adapted = {model: wrapper for wrapper in find_peft_models(module) for model in get_hf_models(wrapper)}
+        return [
+            {**_describe(model, names[model], tokenizer_name), **_describe_adapters(adapted.get(model))}
+            for model in get_hf_models(module)
+        ]
 
 
 def build_hf_skeleton(description: Mapping[str, Any]) -> "PreTrainedModel":
@@ -175,9 +178,13 @@ def _list_tied(model: Any) -> list[str]:
     """
     with without_adapters(model):
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        tensors = dict(named)
+        identities: dict[str, Any] = {name: id(tensor) for name, tensor in named}
+    stages = get_optional_stages(model)
+    if stages is not None:  # this rank may hold only one of two tied tensors
+        plain = get_plain_names(model)
+        identities = {plain[name]: tensor.source for name, tensor in stages.state.items() if name in plain}
     tied: dict[str, str] = model.all_tied_weights_keys
-    return sorted(name for name, source in tied.items() if tensors.get(name) is tensors.get(source))
+    return sorted(name for name, source in tied.items() if identities.get(name) == identities.get(source))
 
 
 def _to_json(config: Any, default: Any = str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 The weights match those that a single process would draw. Every rank draws the random numbers of a whole parameter and
 keeps its shard, so a seed gives the same model on any mesh. A rank holds whole parameters of only one module at a time.
+For modules of other pipeline stages, a rank draws the same numbers too, and discards them.
 """
 
 import zlib
@@ -18,9 +19,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_fsdp2.compat.torch import TorchDispatchMode
 from lightning_fsdp2.compat.transformers import get_initializer
+from lightning_fsdp2.mesh import get_optional_mesh
 from lightning_fsdp2.modules.structure import find_hf_models
+from lightning_fsdp2.modules.stubs import (
+    get_absent_tensors,
+    get_tensors_without_values,
+    mark_initialized,
+    with_skeletons,
+)
 from lightning_fsdp2.ranks.failures import describe_ranks
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
+from lightning_fsdp2.sizes import PIPELINE_PARALLEL
 from lightning_fsdp2.weights.adapters import check_can_initialize as check_adapters_can_initialize
 from lightning_fsdp2.weights.adapters import initialize_adapters
 
@@ -34,8 +43,13 @@ _RANDOM_FILLS = (
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Return whether any parameter or buffer of ``module`` is on the meta device."""
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    """Return whether any parameter or buffer of ``module`` is on the meta device.
+
+    Tensors of other pipeline stages count too, so that the answer is the same on all stages.
+    """
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())) or bool(
+        get_tensors_without_values(module)
+    )
 
 
 @torch.no_grad()
@@ -62,9 +76,10 @@ def materialize(model: nn.Module, device: torch.device, device_mesh: DeviceMesh 
     _check_can_initialize(model)
     check_adapters_can_initialize(model)
     fresh = allocate(model, device)
-    with random_numbers_of_one_process(device, device_mesh):
+    with random_numbers_of_one_process(device, device_mesh), with_skeletons(model):
         _initialize(model, fresh, set(find_hf_models(model)))
         initialize_adapters(model, fresh.is_allocated)
+    mark_initialized(model, get_absent_tensors(model))
 
 
 def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
@@ -80,14 +95,15 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
     Raises:
         ValueError: On every rank, if names, shapes or dtypes of the tensors differ between ranks.
     """
-    if device_mesh.size() == 1:
+    groups = get_groups(device_mesh)
+    if not groups:
         return
-    _check_same_tensors(model, get_groups(device_mesh))
+    _check_same_tensors(model, groups)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
         message = tensor.detach().to(device).contiguous()
-        for group in get_groups(device_mesh):
+        for group in groups:
             dist.broadcast(message, group=group, group_src=0)
         tensor.data.copy_(message)
 
@@ -99,14 +115,18 @@ def random_numbers_of_one_process(device: torch.device, device_mesh: DeviceMesh 
     The block starts with the random state of the mesh's first rank. At its end, each rank gets its own random state
     back. Every rank must enter the block and draw the same numbers in the same order.
     """
-    with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers():
+    with _random_state_of_first_rank(device, device_mesh), _WholeRandomNumbers(device):
         yield
 
 
 class _Fresh:
-    """Record of the tensors that :func:`allocate` made. It also tracks which of them still lack values."""
+    """Record of the tensors that :func:`allocate` made on ``device``, and of those that other pipeline stages make.
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    It also tracks which of them still lack values.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        self.device = device
         self._all = set(tensors)
         self._uninitialized = set(self._all)
 
@@ -140,7 +160,7 @@ def allocate(model: nn.Module, device: torch.device) -> _Fresh:
                     replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                     replaced[tensor].__dict__.update(tensor.__dict__)
                 slots[name] = replaced[tensor]  # type: ignore[assignment]
-    return _Fresh(replaced.values())
+    return _Fresh([*replaced.values(), *get_tensors_without_values(model)], device)
 
 
 def _initialize(
@@ -175,11 +195,12 @@ def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
     """Run the block with whole parameters in place of the module's own DTensors, then copy shards into the DTensors.
 
     A parameter that already has its values keeps them, for example if another module shares it and was initialised
-    earlier.
+    earlier. The values of a parameter on the meta device, which another pipeline stage holds, are discarded.
     """
-    sharded: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    whole = {name: nn.Parameter(_empty_whole(p), p.requires_grad) for name, p in sharded.items()}
-    plain = {name: p for name, p in module._parameters.items() if p is not None and name not in sharded}
+    parameters: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}
+    sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor) or p.is_meta}
+    whole = {name: nn.Parameter(_empty_whole(p, fresh.device), p.requires_grad) for name, p in sharded.items()}
+    plain = {name: p for name, p in parameters.items() if name not in sharded}
     kept = {name: p.detach().clone() for name, p in plain.items() if not fresh.is_uninitialized(p)}
     module._parameters.update(whole)
     try:
@@ -187,7 +208,7 @@ def _whole_parameters(module: nn.Module, fresh: _Fresh) -> Iterator[None]:
     finally:
         module._parameters.update(sharded)
     for name, parameter in sharded.items():
-        if fresh.is_uninitialized(parameter):
+        if fresh.is_uninitialized(parameter) and not parameter.is_meta:
             copy_shard_(parameter, whole[name].detach())
     for name, value in kept.items():
         plain[name].detach().copy_(value)
@@ -206,13 +227,19 @@ class _WholeRandomNumbers(TorchDispatchMode):
 
     Initialisers that also fill parameters of submodules need this mode, because :func:`_whole_parameters` replaces only
     the module's own parameters. DTensor's own random state would give results that depend on the mesh and the device.
+    Filling a tensor on the meta device, which another pipeline stage holds, draws random numbers and discards them.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _RANDOM_FILLS and isinstance(args[0], DTensor):
-            whole = _empty_whole(args[0])
+        if func.overloadpacket in _RANDOM_FILLS and (isinstance(args[0], DTensor) or args[0].is_meta):
+            whole = _empty_whole(args[0], self._device)
             func(whole, *args[1:], **(kwargs or {}))
-            copy_shard_(args[0], whole)
+            if not args[0].is_meta:
+                copy_shard_(args[0], whole)
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -231,10 +258,15 @@ def _random_state_of_first_rank(device: torch.device, device_mesh: DeviceMesh | 
 
 
 def get_groups(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return one process group per mesh axis. Broadcasts over these groups, in order, reach every rank of the mesh."""
+    """Return one process group per mesh axis, the pipeline axis included.
+
+    Broadcasts over these groups, in order, reach every rank of the run.
+    """
     if device_mesh is None:
         return []
-    return [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
+    pipeline = get_optional_mesh(device_mesh, PIPELINE_PARALLEL)
+    own = [device_mesh.get_group(axis) for axis in range(device_mesh.ndim) if device_mesh.size(axis) > 1]
+    return own if pipeline is None else [pipeline.get_group(), *own]
 
 
 def _check_same_tensors(model: nn.Module, groups: list[dist.ProcessGroup]) -> None:
@@ -294,5 +326,6 @@ def _direct_tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _empty_whole(tensor: DTensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+def _empty_whole(tensor: Tensor, device: torch.device) -> Tensor:
+    device = tensor.to_local().device if isinstance(tensor, DTensor) else device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.transformers import drop_harmless_keys, finish_loading
 from lightning_fsdp2.modules.structure import find_peft_models, get_class_name
+from lightning_fsdp2.modules.stubs import get_absent_tensors, get_tensors, mark_initialized, with_skeletons
 from lightning_fsdp2.ranks.failures import fail_together, list_names
 from lightning_fsdp2.weights.adapters import without_adapters
 from lightning_fsdp2.weights.materialize import get_groups, random_numbers_of_one_process
@@ -110,11 +111,11 @@ def set_pretrained(model: nn.Module, folder: str | Path, *, allow_missing: str |
 def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceMesh | None = None) -> None:
     """Load the weights of every Hugging Face model in ``model`` for which :func:`set_pretrained` was called.
 
-    A model that already has its weights is skipped. Base weights are read first, then peft's adapters if
-    :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called. If files
-    lack weights that ``allow_missing`` names, transformers initialises them, to the same values on any mesh. Tied
-    weights and non-persistent buffers are rebuilt. If the files pack tensors differently from the model, for example
-    MoE experts, the tensors are converted while they are read.
+    A model that already has its weights is skipped. A pipeline stage reads only its own weights. Base weights are read
+    first, then peft's adapters if :func:`~lightning_fsdp2.weights.pretrained_adapters.set_adapter_weights` was called.
+    If files lack weights that ``allow_missing`` names, transformers initialises them, to the same values on any mesh.
+    Tied weights and non-persistent buffers are rebuilt. If the files pack tensors differently from the model, for
+    example MoE experts, the tensors are converted while they are read.
 
     Args:
         model: Module whose tensors are on the meta device. It is sharded, unless there is only one rank.
@@ -127,14 +128,18 @@ def load_pretrained(model: nn.Module, device: torch.device, device_mesh: DeviceM
             lack a tensor, hold a tensor with a different shape, hold an extra tensor for one of the model's modules, or
             hold different values for tied weights.
     """
+    absent, loaded = get_absent_tensors(model), set[Tensor]()
     for module in model.modules():
         source = module.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue
-        with without_adapters(module):
+        with with_skeletons(module), without_adapters(module):
             # a model that is not on the meta device already has its weights, for example from a checkpoint
-            if any(parameter.is_meta for parameter in module.parameters()):
-                _load(module, source, device, device_mesh)
+            if any(parameter.is_meta for parameter in {*module.parameters()} - absent):
+                own = {tensor for tensor in get_tensors(module) if tensor in absent}
+                _load(module, source, device, device_mesh, own)
+                loaded |= own
+    mark_initialized(model, loaded)
     if find_peft_models(model):
         with fail_together(get_groups(device_mesh)):
             forget_loaded(model, load_adapters(model, device))
@@ -259,7 +264,9 @@ def _check_model_folder(folder: Path) -> None:
         )
 
 
-def _load(model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None) -> None:
+def _load(
+    model: Any, source: _Source, device: torch.device, device_mesh: DeviceMesh | None, absent: Collection[Tensor]
+) -> None:
     # Use transformers' own loader, because it can read shards. It is private, but did not change from 5.17 to 5.23.
     # The public functions of transformers either read the whole model on one rank or get packed experts wrong.
     from transformers.modeling_utils import LoadStateDictConfig
@@ -273,7 +280,7 @@ def _load(model: Any, source: _Source, device: torch.device, device_mesh: Device
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
-        info = read_shards(model, _open_files(source.folder), config, device)
+        info = read_shards(model, _open_files(source.folder), config, device, absent)
         _check_loaded(model, info, source)
         _check_ties(model, info, source)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
@@ -375,7 +382,7 @@ def _check_ties(model: Any, info: Any, source: _Source) -> None:
         if {name, other} & info.missing_keys:
             continue
         first, second = (_get_local(model.get_parameter_or_buffer(tied)) for tied in (name, other))
-        if not torch.equal(first, second):
+        if not (first.is_meta or second.is_meta) and not torch.equal(first, second):
             raise ValueError(
                 f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both with"
                 ' different values. To train both, set `"tie_word_embeddings": false` in its config.json, or pass'

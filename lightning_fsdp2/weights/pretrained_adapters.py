@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.modules.structure import find_peft_models
+from lightning_fsdp2.modules.stubs import get_absent_tensors, mark_initialized, with_skeletons
 from lightning_fsdp2.weights.adapters import get_adapter_names
 from lightning_fsdp2.weights.materialize import copy_shard_
 
@@ -51,7 +52,7 @@ def set_adapter_weights(model: Any, folder: Path, adapter: str = "default") -> N
 def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
     """Load the adapter files that :func:`set_adapter_weights` chose into the shards of the adapters.
 
-    Each rank reads one whole tensor at a time, and keeps its own shard.
+    Each rank reads one whole tensor at a time, and keeps its own shard. A pipeline stage reads only its own tensors.
 
     Args:
         root: Module that is sharded, or whole on one rank. It may be on the meta device.
@@ -60,16 +61,20 @@ def load_adapters(root: nn.Module, device: torch.device) -> set[Slot]:
     Returns:
         The module and the parameter name of each loaded weight.
     """
-    loaded = set()
+    loaded, absent, elsewhere = set(), get_absent_tensors(root), set[Tensor]()
     for model in find_peft_models(root):
         source: _Source | None = model.__dict__.pop(_SOURCE_ATTRIBUTE, None)
         if source is None:
             continue
-        with safe_open(source.file, framework="pt") as file:
+        with safe_open(source.file, framework="pt") as file, with_skeletons(model):
             for name, key in source.keys.items():
-                slot = _get_slot(model, name)
-                _load(*slot, file.get_tensor(key), device)
-                loaded.add(slot)
+                module, parameter = _get_slot(model, name)
+                if (own := module._parameters[parameter]) in absent:
+                    elsewhere.add(own)
+                else:
+                    _load(module, parameter, file.get_tensor(key), device)
+                    loaded.add((module, parameter))
+    mark_initialized(root, elsewhere)
     return loaded
 
 

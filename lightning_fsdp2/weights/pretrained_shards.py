@@ -21,12 +21,18 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_fsdp2.compat.torch import StridedShard
-from lightning_fsdp2.compat.transformers import load_tensors
+from lightning_fsdp2.compat.transformers import load_tensors, mark_loaded
 
 Slot = tuple[nn.Module, str]
 
 
-def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torch.device) -> Any:
+def read_shards(
+    model: Any,
+    stored: Mapping[str, Any],
+    config: Any,
+    device: torch.device,
+    absent: Collection[Tensor] = frozenset(),
+) -> Any:
     """Load weights into ``model`` with transformers' loader; shard some of them only after their conversion.
 
     Each rank keeps only its shards. If converting the shards of a weight would give a wrong result, every rank reads
@@ -39,17 +45,22 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
         config: transformers' ``LoadStateDictConfig``.
         device: Device for the shards. It may be the CPU even for a mesh of GPUs, although transformers' loader does not
             support this by itself.
+        absent: Tensors of ``model`` that other pipeline stages read. They stay on the meta device.
 
     Returns:
         transformers' ``LoadStateDictInfo``.
     """
     keeper = _ShardKeeper(device)
-    to_read, not_read, converters = _sort(model, stored, config.weight_mapping)
+    to_read, not_read, converters = _sort(model, stored, config.weight_mapping, absent)
     for name, converter in converters.items():
         keeper.read_before_sharding(model, name, converter)
     for name in not_read:
-        module, key = _get_slot(model, name)
-        module._parameters[key] = _make_empty(module._parameters[key], device)
+        tensor = model.get_parameter_or_buffer(name)
+        if tensor in absent:
+            mark_loaded(tensor)  # by another rank
+        else:
+            module, key = _get_slot(model, name)
+            module._parameters[key] = _make_empty(tensor, device)
     config = replace(config, device_map={"": device, **dict.fromkeys(keeper.on_host, "cpu")})
     # the cast is needed because torch accepts a hook that returns a parameter, but annotates the hook differently
     hook = register_module_parameter_registration_hook(cast(Any, keeper))
@@ -64,20 +75,21 @@ def read_shards(model: Any, stored: Mapping[str, Any], config: Any, device: torc
 
 
 def _sort(
-    model: Any, stored: Mapping[str, Any], conversions: Sequence[Any]
+    model: Any, stored: Mapping[str, Any], conversions: Sequence[Any], absent: Collection[Tensor]
 ) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
     """Decide which tensors to read from the files, and find out which parameters must be converted.
 
     Returns:
-        The stored tensors to read, by name; the names of the parameters that need no reading, because their shard is
-        empty on this rank; and the converters of the sharded parameters that need one, by parameter name.
+        The stored tensors to read, by name; the names of the tensors that need no reading, because they are absent or
+        their shard is empty on this rank; and the converters of the sharded parameters that need one, by name.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sharded: dict[str, Any] = {name: value for name, value in parameters.items() if isinstance(value, DTensor)}
-    empty = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
+    unused = {name for name, parameter in sharded.items() if not parameter.to_local().numel()}
+    unused |= {name for name, tensor in model.state_dict(keep_vars=True).items() if tensor in absent}
     to_read, not_read, converters = dict(stored), set(), {}
     for name, (targets, converter) in _sort_targets(model, stored, conversions).items():
-        if targets and empty.issuperset(targets):
+        if targets and unused.issuperset(targets):
             del to_read[name]
             not_read.update(targets)
         elif converter is not None:

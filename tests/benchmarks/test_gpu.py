@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -56,7 +57,9 @@ def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
     "parts",
     [
         ["attention-kernels", "trace"],
-        pytest.param(["save", "baselines", "experts", "baselines-8b", "options", "offload"], marks=pytest.mark.slow),
+        pytest.param(
+            ["save", "baselines", "experts", "pipeline", "baselines-8b", "options", "offload"], marks=pytest.mark.slow
+        ),
     ],
     ids=["usual", "rest"],
 )
@@ -277,6 +280,15 @@ def test_expert_parallelism_is_compared_with_fsdp2() -> None:
     assert "mixture of 8 experts" in report
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_pipelines_are_compared_with_fsdp2(schedule: str) -> None:
+    sizes = ("--pp-size", "2", "--pp-schedule", schedule, "--layers", "4")
+    report, code = run_many("--strategy", "fsdp2", *sizes, "--rounds", "2", ranks=4)
+    assert code is None
+    assert read_rows(report) == ["arm", "---", "FSDP2Strategy", "fsdp2"]
+
+
 class WrongStrategy(DDPStrategy):
     """Steps as if the learning rate were another."""
 
@@ -319,6 +331,7 @@ def test_a_comparison_takes_more_steps() -> None:
         (["--strategy", "megatron_fsdp"], "needs a CUDA device"),
         (["--strategy", "ddp", "--tp-size", "2"], "--tp-size 2 needs --strategy fsdp2 or megatron_fsdp"),
         (["--strategy", "ddp", "--ep-size", "2"], "--ep-size 2 needs --strategy fsdp2"),
+        (["--strategy", "ddp", "--pp-size", "2"], "--pp-size 2 needs --strategy fsdp2"),
         (["--tp-size", "2"], "--tp-size 2 needs --strategy fsdp2 or megatron_fsdp"),
     ],
 )
@@ -338,6 +351,17 @@ def test_tensor_parallel_ranks_read_the_same_batches() -> None:
 
     first, second, third, fourth = run_ranks(run, 4)
     assert first == second != third == fourth
+
+
+def test_the_ranks_of_a_pipeline_read_the_batches_of_as_many_ranks() -> None:
+    def run() -> list[list[list[int]]]:
+        workload = many.build_workload(many.parse_args([*TINY.split(), "--strategy", "fsdp2", "--pp-size", "2"]))
+        loaders = (workload.make_batches(), replace(workload, pp_size=2).make_batches())
+        return [next(iter(loader))["input_ids"].tolist() for loader in loaders]
+
+    alone, piped = zip(*run_ranks(run, 4), strict=True)
+    assert piped[0] == piped[2] == [*alone[0], *alone[1]]
+    assert piped[1] == piped[3] == [*alone[2], *alone[3]]
 
 
 def test_batches_of_a_comparison_repeat() -> None:

@@ -4,9 +4,12 @@ import pytest
 
 from benchmarks.plans import (
     PAGE,
+    PIPELINES,
     PUBLISHED,
     PUBLISHED_RUNS,
+    PUBLISHED_UTILISATION,
     RUNS,
+    build_pipeline_row,
     build_published_row,
     build_row,
     plan,
@@ -14,6 +17,7 @@ from benchmarks.plans import (
 )
 
 COMMANDS, PUBLISHED_COMMANDS = read_commands(RUNS), read_commands(PUBLISHED_RUNS)
+PIPELINE_COMMANDS = read_commands(PIPELINES)
 MATCHED = [name for name in PUBLISHED_COMMANDS if PUBLISHED[name[0]].is_matched]
 
 
@@ -32,6 +36,20 @@ def test_the_page_says_what_its_commands_say(name: str) -> None:
 @pytest.mark.parametrize("name", MATCHED)  # the others cost as much again and decide nothing
 def test_the_page_says_of_published_runs_what_their_commands_say(name: str) -> None:
     assert read_row(name) == build_published_row(name, plan(PUBLISHED_COMMANDS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", PIPELINE_COMMANDS)
+def test_the_page_says_of_pipelines_what_their_commands_say(name: str) -> None:
+    assert read_row(name) == build_pipeline_row(name, plan(PIPELINE_COMMANDS[name]))
+
+
+@pytest.mark.parametrize("name", PIPELINE_COMMANDS)
+def test_what_was_published_of_pipelines_is_between_bound_and_estimate(name: str) -> None:
+    _, published, about, at_most, *_ = (cell.rstrip("%") for cell in read_row(name))
+    assert int(published) == round(100 * PUBLISHED_UTILISATION[name.partition(":")[0]])
+    assert 0.75 * int(published) < int(about) <= int(published) < int(at_most)
 
 
 def test_the_page_has_the_runs() -> None:

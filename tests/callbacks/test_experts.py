@@ -1,5 +1,6 @@
 """Loads of experts and biases that even them out, against one process that counts by itself."""
 
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from helpers.collectives import CountsStep
 from helpers.families import make_family_config, make_family_model
-from helpers.mesh_runs import RankBatches
+from helpers.mesh_runs import RankBatches, whole_of_stages
 from helpers.models import make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss, whole
 from helpers.ranks import run_ranks
@@ -41,6 +42,8 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, {"tp_size": 2}, {}),
     "dp2 x tp2 with ep4+sp": (4, {"ep_size": 4, "tp_size": 2}, {"sequence_parallel": True}),
     "dp2 x cp2 with ep2": (4, {"ep_size": 2, "cp_size": 2}, {}),
+    "pp2": (2, {"pp_size": 2}, {"pp_microbatches": 2}),
+    "pp2 x ep2": (4, {"pp_size": 2, "ep_size": 2}, {"pp_microbatches": 2}),
 }
 
 
@@ -106,7 +109,7 @@ def fit(module: CausalLM, mesh: str, callback: Any, **options: Any) -> tuple[Any
         logger=recorder,
         **{"log_every_n_steps": 1, **options},
     )
-    dp_size = MESHES[mesh][0] // (sizes.get("tp_size", 1) * sizes.get("cp_size", 1))
+    dp_size = MESHES[mesh][0] // math.prod(sizes.get(size, 1) for size in ("tp_size", "cp_size", "pp_size"))
     trainer.fit(module, datamodule=RankBatches(make_token_batches(STEPS * ACCUMULATE * dp_size)))
     return dp_size, recorder
 
@@ -128,10 +131,10 @@ def check_biases(family: str, mesh: str) -> None:
         before = {name: bias.clone() for name, bias in get_biases(module.model).items()}
         dp_size, _ = fit(module, mesh, ExpertBias(RATE))
         expected, _ = train_alone(family, dp_size, RATE)
-        biases = whole(get_biases(module.model))
+        biases = whole_of_stages(get_biases(module.model), module.trainer)
         assert all(not torch.equal(bias, before[name]) for name, bias in biases.items())
         torch.testing.assert_close(biases, dict(get_biases(expected)))
-        for name, weight in whole(dict(module.model.named_parameters())).items():
+        for name, weight in whole_of_stages(dict(module.model.named_parameters()), module.trainer).items():
             torch.testing.assert_close(weight, expected.get_parameter(name), atol=1e-5, rtol=1e-4, msg=name)
 
     run_ranks(run, MESHES[mesh][0])
@@ -152,7 +155,9 @@ def test_loads_are_those_of_one_process(mesh: str) -> None:
                 assert metrics[f"experts/unused_{layer}"] == pytest.approx(row.count(0) / len(row))
             assert metrics["experts/max_load"] == pytest.approx((load.amax(1) / load.mean(1)).max().item())
             if "ep_size" in MESHES[mesh][1]:
-                forwards = load.numel() // load.size(1) * MESHES[mesh][0] * ACCUMULATE
+                _, sizes, flags = MESHES[mesh]
+                ranks = MESHES[mesh][0] // sizes.get("pp_size", 1)
+                forwards = load.numel() // load.size(1) * ranks * ACCUMULATE * flags.get("pp_microbatches", 1)
                 assert metrics["experts/rows"] == pytest.approx(load.sum().item() / forwards)
                 assert metrics["experts/max_rows"] >= metrics["experts/rows"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.mesh_runs import whole_of_stages
 from helpers.models import make_token_batches
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
@@ -112,20 +113,30 @@ def test_the_averages_are_exported(kind: Kind, tmp_path: Path) -> None:
     assert not torch.equal(weights["model.lm_head.weight"], averages["model.lm_head.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "file_format"),
+    [
+        pytest.param([{}, {"tp_size": 2}], "sharded", id="tp2", marks=pytest.mark.slow),
+        pytest.param([{}, {"pp_size": 2}, {}], "sharded", id="pp2"),
+        pytest.param([{}, {"pp_size": 2}, {"pp_size": 2}, {}], "full", id="pp2-full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")
-def test_averages_are_resumed_on_another_mesh(tmp_path: Path) -> None:
+def test_averages_are_resumed_on_another_mesh(sizes: list[dict[str, int]], file_format: Any, tmp_path: Path) -> None:
     def run() -> None:
         batches = make_token_batches(4)
         averages: list[Any] = []
-        for sizes, steps, path in (({}, 2, None), ({"tp_size": 2}, 3, tmp_path / "first.ckpt")):
-            average = ExponentialMovingAverage(DECAY, every_n_steps=2)  # none in the third step
-            trainer = make_trainer(FSDP2Strategy(**sizes), callbacks=[average], max_steps=steps)
-            loader = DataLoader(batches[:1], batch_size=None) if sizes else make_loader(batches)
+        for index, own in enumerate(sizes):
+            average = ExponentialMovingAverage(DECAY, every_n_steps=10 if index else 2)  # only in the second step
+            path = tmp_path / "first.ckpt" if index else None
+            strategy = FSDP2Strategy(checkpoint=CheckpointConfig(format=file_format), **own)
+            trainer = make_trainer(strategy, callbacks=[average], max_steps=2 + index)
+            loader = DataLoader(batches[:1], batch_size=None) if own else make_loader(batches)
             trainer.fit(make_language_model(), loader, ckpt_path=path)
-            averages.append(whole(average.averages))
+            averages.append(whole_of_stages(average.averages, trainer))
             trainer.save_checkpoint(tmp_path / "first.ckpt")
-        torch.testing.assert_close(averages[1], averages[0], rtol=0, atol=0)
+        for resumed in averages[1:]:
+            torch.testing.assert_close(resumed, averages[0], rtol=0, atol=0)
 
     STRATEGIES["fsdp2"].run(run, 2)
 

@@ -78,6 +78,30 @@ def test_a_killed_job_goes_on_from_its_last_complete_checkpoint(
     assert [path.name for path in get_checkpoints(tmp_path).iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
+def test_a_pipeline_whose_stage_is_killed_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    """Dropout included: every stage takes up its own random numbers."""
+    steps = 24
+    (whole := tmp_path / "whole").mkdir()
+    with run_job(whole, 0, Settings(steps, save_every=steps, pp_size=2)) as job:
+        assert wait_for_end(job) == 0, job.output
+    uninterrupted = [job.read_log(rank)[1] for rank in range(WORLD_SIZE)]
+    assert [list(own) for own in uninterrupted] == [list(range(1, steps + 1))] * WORLD_SIZE
+    published = 0
+    for stage in range(WORLD_SIZE):
+        with run_job(tmp_path, stage, Settings(steps, stage == 1, pp_size=2)) as job:
+            wait_for_event(job, get_checkpoints(tmp_path), 8)
+            kill([job.ranks[stage]])
+            assert wait_for_end(job) != 0
+        assert_goes_on(job, uninterrupted, published)
+        published = get_published_step(get_checkpoints(tmp_path))
+        assert published > 0
+    with run_job(tmp_path, WORLD_SIZE, Settings(steps, pp_size=2)) as job:
+        assert wait_for_end(job) == 0, job.output
+    assert_goes_on(job, uninterrupted, published)
+    assert get_published_step(get_checkpoints(tmp_path)) == steps
+
+
 @contextlib.contextmanager
 def run_job(folder: Path, number: int, settings: Settings) -> Iterator[Job]:
     job = Job(folder, number, settings)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.lora import assert_equal_tensors, fit, get_weights, make_module, save_base
+from helpers.mesh_runs import whole_of_stages
 from helpers.models import LLAMA
 from helpers.ranks import run_ranks
 from peft import PeftModel
@@ -45,6 +46,8 @@ def make_strategy(name: str, **options: Any) -> Any:
         return FSDP2Strategy(checkpoint=checkpoint)
     if name == "tp-sp":
         return FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True), checkpoint=checkpoint)
+    if name == "pp":
+        return FSDP2Strategy(pp_size=2, checkpoint=checkpoint)
     kinds = {"ddp": DDPStrategy, "megatron": MegatronFSDPStrategy}
     return kinds[name](checkpoint=checkpoint)
 
@@ -57,7 +60,7 @@ def train(name: str, base: str, path: Path, *, steps: int, ckpt_path: Path | Non
         module = make_module(base)
         trainer = fit(module, make_strategy(name, **options), steps=steps, alike=True, ckpt_path=ckpt_path)
         trainer.save_checkpoint(path)
-        return get_weights(module)
+        return whole_of_stages(module.model.state_dict(), trainer)
 
     def run_on_shim() -> dict[str, torch.Tensor]:
         with cuda_on_cpu():
@@ -74,9 +77,10 @@ def get_size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
-def test_no_base_weight_is_in_it_and_all_is_read_from_the_pretrained_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["tp-sp", "pp"])
+def test_no_base_weight_is_in_it_and_all_is_read_from_the_pretrained_model(mesh: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
-    weights = train("tp-sp", base, tmp_path / "small.ckpt", steps=2)
+    weights = train(mesh, base, tmp_path / "small.ckpt", steps=2)
     check_holds_adapters_alone(tmp_path, weights)
     run_ranks(lambda: check_reads_the_rest(tmp_path, weights, base), 1, group=False)
 
@@ -118,6 +122,9 @@ RESUMES = [
     ("dp", "ddp", {"format": "full"}),
     ("ddp", "megatron", {}),
     ("megatron", "dp", {}),
+    ("pp", "tp-sp", {"format": "full"}),
+    ("dp", "pp", {"format": "full"}),
+    ("pp", "pp", {"async_save": True}),
 ]
 
 

@@ -14,6 +14,7 @@ import lightning_fsdp2
 SAMPLE = [
     ("theirs", "dp2-tp2-sp"),
     ("megatron-dp2-tp2", "dp3"),
+    ("pp2-interleaved", "dp2"),
 ]
 
 WEIGHTS_ONLY = ("plain", "theirs")
@@ -92,7 +93,9 @@ def check_continuation(writer: str, reader: str, write: Write, tmp_path: Path) -
         assert_same_tensors(rank.states["end"].weights, actual[0].states["end"].weights)  # of replicas too
     is_same = reader == writer
     losses = get_losses(expected)[SAVED_AT:]
-    assert get_losses(actual) == pytest.approx(losses, rel=0, abs=0 if is_same else 1e-6)
+    # a pipeline adds up the losses of micro-batches, in another order than one process
+    tolerance = 3e-6 if "pp" in writer or "pp" in reader else 1e-6
+    assert get_losses(actual) == pytest.approx(losses, rel=0, abs=0 if is_same else tolerance)
     weights, others = actual[0].states["end"].weights, expected[0].states["end"].weights
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=0, atol=0 if is_same else 5e-6, msg=name)

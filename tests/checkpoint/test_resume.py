@@ -10,8 +10,8 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.mesh_runs import whole_of_stages
 from helpers.models import GPT2, make_token_batches
-from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
 from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -71,7 +71,7 @@ def train(
         enable_checkpointing=True,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    weights = whole(module.state_dict())
+    weights = whole_of_stages(module.state_dict(), trainer)
     lr = trainer.optimizers[0].param_groups[0]["lr"]
     return {"weights": weights, "step": trainer.global_step, "epoch": trainer.current_epoch, "lr": lr}
 
@@ -100,6 +100,19 @@ def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
     with pytest.raises(RankError, match="died"):
         run_ranks(lambda: train(tmp_path, callbacks=[KillAt(step)]), 2)
     assert_same_end(tmp_path, expected)
+
+
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_killed_run_of_pipeline_stages_resumes_to_the_same_weights(async_save: bool, tmp_path: Path) -> None:
+    """Each stage drops activations of its own."""
+    strategy = {"pp_size": 2, "checkpoint": CheckpointConfig(async_save=async_save)}
+    (tmp_path / "whole").mkdir()
+    folder = write_text(tmp_path)
+    (tmp_path / "whole" / "text").symlink_to(folder / "text")
+    expected = run_ranks(lambda: train(tmp_path / "whole", **strategy), 2)
+    with pytest.raises(RankError, match="died"):
+        run_ranks(lambda: train(folder, callbacks=[KillAt(5)], **strategy), 2)
+    assert_same_end(folder, expected[0], 2, **strategy)
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from lightning_fsdp2 import (
 )
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh
+from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
 from lightning_fsdp2.parallel.tensor.plans import is_registered
 
 Names = dict[str, Any]
@@ -169,6 +170,29 @@ def check_extra(names: Names) -> None:
     assert names["extra"] == {"step": 100}
 
 
+def make_model_and_batch() -> Names:
+    return {"model": make_causal_lm(TINY), "batch": make_token_batches(1, size=8)[0]}
+
+
+def check_stages(names: Names) -> None:
+    run = get_pipeline(names["model"])
+    assert run.peak == 2 - run.group.rank()
+    assert len(names["optimizer"].state) > 0
+
+
+def check_step_over_stages(names: Names) -> None:
+    def configure_model(self: Any) -> None:
+        self.model = make_causal_lm(TINY)
+
+    own = {"training_step": names["training_step"], "configure_model": configure_model}
+    optimizers = {"configure_optimizers": lambda self: torch.optim.AdamW(self.parameters())}
+    module = type("Module", (pl.LightningModule,), {**own, **optimizers})()
+    trainer = pl.Trainer(strategy=FSDP2Strategy(pp_size=2))
+    trainer.fit(module, DataLoader(make_token_batches(2, size=4), batch_size=None))
+    assert trainer.global_step == 2
+    assert trainer.callback_metrics["train/z_loss"] > 0
+
+
 def check_configured(names: Names, part: str, *dtypes: torch.dtype) -> None:
     """What ``configure_model`` of a page makes is sharded, and read."""
     module = type("Module", (pl.LightningModule,), {"configure_model": names["configure_model"], "model": None})()
@@ -222,6 +246,8 @@ SCENES = [
     Scene("create_device_mesh(config, dp_replicate_size=2)).parallelize(model)", make_model, check_saved),
     Scene("mesh = create_device_mesh(config, ep_size=4)", make_mixture, check_experts, ranks=4),
     Scene('mesh_dim_names=("ep_shard", "ep")', make_mixture, check_experts, ranks=4),
+    Scene("create_device_mesh(config, pp_size=2)", make_model_and_batch, check_stages),
+    Scene('self.log("train/z_loss", z_loss)', check=check_step_over_stages, group=False),
     Scene("load_from_checkpoint(CausalLM,", save_run, check_loaded, ranks=1),
     Scene('extra = load_checkpoint("step=100.ckpt", model, optimizer)', make_model_and_optimizer, check_extra),
     Scene("AutoModelForSequenceClassification", check=check_classifier),

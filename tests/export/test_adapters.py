@@ -13,11 +13,11 @@ from helpers.lora import (
     assert_equal_tensors,
     fit,
     get_logits,
-    get_weights,
     make_module,
     make_plain,
     save_base,
 )
+from helpers.mesh_runs import whole_of_stages
 from helpers.models import LLAMA, make_causal_lm
 from helpers.ranks import run_ranks
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -41,30 +41,36 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = {name: (name, fields) for name, fields in FAMILIES.items()} | OTHERS
 
 
+MESHES: dict[str, dict[str, Any]] = {
+    "tp2+sp": {"tp_size": 2, "config": FSDP2Config(sequence_parallel=True)},
+    "pp2": {"pp_size": 2},
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "frozen_parameters"),
+    ("case", "frozen_parameters", "mesh"),
     [
-        pytest.param(name, whole, marks=[] if name == "kept-head" and not whole else pytest.mark.slow)
+        pytest.param(name, whole, mesh, marks=[] if name == "kept-head" and not whole else pytest.mark.slow)
         for name in CASES
         for whole in (True, False)
+        for mesh in MESHES
     ],
 )
-def test_round_trip_with_peft_live_and_from_a_checkpoint(case: str, frozen_parameters: bool, tmp_path: Path) -> None:
+def test_round_trip_with_peft_live_and_from_a_checkpoint(
+    case: str, frozen_parameters: bool, mesh: str, tmp_path: Path
+) -> None:
     family, fields = CASES[case]
     base = save_base(tmp_path / "base", family)
 
     def run() -> dict[str, torch.Tensor]:
         module = make_module(base, family, lora={**LORA, **fields})
-        config = FSDP2Config(sequence_parallel=True)
         checkpoint = CheckpointConfig(frozen_parameters=frozen_parameters)
         callback = HuggingFaceExport(dirpath=tmp_path / "callback")
-        trainer = fit(
-            module, FSDP2Strategy(tp_size=2, config=config, checkpoint=checkpoint), callbacks=[callback], steps=1
-        )
+        trainer = fit(module, FSDP2Strategy(checkpoint=checkpoint, **MESHES[mesh]), callbacks=[callback], steps=1)
         trainer.save_checkpoint(tmp_path / "run.ckpt")
         export_hf(module, tmp_path / "live")
         export_hf(module, tmp_path / "live-merged", merge=True, max_shard_size="20KB")
-        return get_weights(module)
+        return whole_of_stages(module.model.state_dict(), trainer)
 
     weights = run_ranks(run, 2)[0]
 
@@ -125,6 +131,13 @@ def test_the_callback_merges(tmp_path: Path) -> None:
     run_ranks(run, 2)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_merged_export_leaves_the_weights_of_the_model_alone(tmp_path: Path) -> None:
+    model = make_plain(save_base(tmp_path / "base"))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export_hf(model, tmp_path / "merged", merge=True)
+    assert_equal_tensors(model.state_dict(), weights)
 
 
 def test_what_cannot_be_merged(tmp_path: Path) -> None:

@@ -35,15 +35,18 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "dp2": (2, {}),
     "tp2": (2, {"tp_size": 2}),
     "dp2xtp2": (4, {"tp_size": 2}),
+    "pp2": (2, {"pp_size": 2}),
+    "pp2xtp2": (4, {"pp_size": 2, "tp_size": 2}),
     "ep2": (2, {"ep_size": 2}),
     "ep2xefsdp2": (4, {"ep_size": 2}),
     "dp2xtp2-ep4": (4, {"tp_size": 2, "ep_size": 4}),
+    "pp2xep2": (4, {"pp_size": 2, "ep_size": 2}),
 }
 """Ranks, and sizes."""
 
 ROUND_TRIPS = ("llama", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3")
 DENSE = ("llama", "gemma3_text")
-FAST = {("llama", "dp2"), ("qwen3_moe", "tp2"), ("gpt_oss", "ep2")}
+FAST = {("llama", "dp2"), ("qwen3_moe", "tp2"), ("gpt_oss", "ep2"), ("gemma3_text", "pp2")}
 
 TOKENS = torch.arange(3, 19)[None]
 

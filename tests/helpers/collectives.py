@@ -20,6 +20,8 @@ COLLECTIVE_KINDS = {
     "allreduce_coalesced_": "all_reduce",
     "broadcast_": "broadcast",
     "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "receive",
     # _c10d_functional: what DTensor calls
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",

@@ -435,10 +435,14 @@ def get_families() -> list[str]:
     return [model_type for model_type in FAMILIES if model_type in CONFIG_MAPPING]
 
 
+def get_all_families() -> list[str]:
+    """Those, and the mixtures without a plan."""
+    return [model_type for model_type in FAMILIES | MIXTURES_WITHOUT_PLAN if model_type in CONFIG_MAPPING]
+
+
 def get_mixture_families() -> list[str]:
     """Those whose experts expert parallelism finds."""
-    families = [model_type for model_type in FAMILIES | MIXTURES_WITHOUT_PLAN if model_type in CONFIG_MAPPING]
-    return sorted(filter(_has_packed_experts, families))
+    return sorted(filter(_has_packed_experts, get_all_families()))
 
 
 def _has_packed_experts(model_type: str) -> bool:
@@ -447,9 +451,9 @@ def _has_packed_experts(model_type: str) -> bool:
     return bool(find_experts(model.modules()))
 
 
-def make_family_config(model_type: str) -> PretrainedConfig:
+def make_family_config(model_type: str, **changes: Any) -> PretrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
-    given = _add_shared(config_class, (FAMILIES | MIXTURES_WITHOUT_PLAN)[model_type])
+    given = {**_add_shared(config_class, (FAMILIES | MIXTURES_WITHOUT_PLAN)[model_type]), **changes}
     if "text_config" in given:
         text = given["text_config"]
         text_class = (
@@ -459,8 +463,8 @@ def make_family_config(model_type: str) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **deepcopy(given))  # a config keeps, and changes, the lists it is given
 
 
-def make_family_model(model_type: str) -> nn.Module:
-    model = AutoModelForCausalLM.from_config(make_family_config(model_type)).float()
+def make_family_model(model_type: str, **changes: Any) -> nn.Module:
+    model = AutoModelForCausalLM.from_config(make_family_config(model_type, **changes)).float()
     _roughen(model)
     return model
 

@@ -1,4 +1,4 @@
-"""Three optimizer steps of a family's tiny model, in one process and on a tensor parallel mesh, compared."""
+"""Three optimizer steps of a family's tiny model, in one process and on a parallel mesh, compared."""
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from helpers.families import make_family_model
 from helpers.oracle import EPSILON, LEARNING_RATE, Record, assert_equal_gradients, assert_equal_runs, whole
+from helpers.pipelines import merge_stages
 from helpers.ranks import RankError
 from helpers.strategies import STRATEGIES
 from lightning_fsdp2 import (
@@ -25,6 +26,8 @@ from lightning_fsdp2 import (
     defer_grad_sync,
 )
 from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline
+from lightning_fsdp2.parallel.pipeline.plain_loop import train_on_stages
 from lightning_fsdp2.parallel.tensor.families import FAMILIES
 from lightning_fsdp2.parallel.tensor.plans import NoPlanError
 
@@ -52,6 +55,11 @@ class Layout:
     is_megatron: bool = False
     ep: int = 1
     replicate: int = 1
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
 
 
 LAYOUTS = {
@@ -88,6 +96,16 @@ EXPERT_LAYOUTS = {
     "cp2 with ep2": Layout(tp=1, cp=2, ep=2),
 }
 
+PIPELINE_LAYOUTS = {
+    "pp2": Layout(tp=1, pp=2, accumulate=2),
+    "pp2 x dp2": Layout(dp=2, tp=1, pp=2, accumulate=2),
+    "pp2 x tp2+sp": Layout(pp=2, sequence_parallel=True, accumulate=2),
+}
+"""``accumulate`` is the number of micro-batches, which run through the stages."""
+
+MORE_LAYERS: dict[str, dict[str, Any]] = {"longcat_flash": {"num_layers": 2}}
+"""What families need whose models have fewer layers than there are stages."""
+
 
 def measure_parity(family: str, layout: str) -> float:
     """Train ``family`` on a mesh and alone, and compare within the tolerances of DESIGN §5.
@@ -96,9 +114,9 @@ def measure_parity(family: str, layout: str) -> float:
         The largest difference of a gradient in the first step, relative to its parameter's largest gradient (for
         parameters whose gradients are all small: to 1 % of the model's largest one).
     """
-    shape = {**LAYOUTS, **CONTEXT_LAYOUTS, **MEGATRON_LAYOUTS, **EXPERT_LAYOUTS}[layout]
+    shape = {**LAYOUTS, **CONTEXT_LAYOUTS, **MEGATRON_LAYOUTS, **EXPERT_LAYOUTS, **PIPELINE_LAYOUTS}[layout]
     kind = STRATEGIES["megatron_fsdp" if shape.is_megatron else "fsdp2"]
-    return kind.run(_measure, shape.dp * shape.cp * shape.tp, family, shape)[0]
+    return kind.run(_measure, shape.ranks, family, shape)[0]
 
 
 REFUSED = {
@@ -107,6 +125,8 @@ REFUSED = {
     "inkling2_text": "sequence_parallel=True is not possible for",
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
+
+UNDIVIDED = "cannot be divided into pipeline stages: "
 
 
 def has_plan(family: str) -> bool:
@@ -120,7 +140,7 @@ def has_plan(family: str) -> bool:
 def get_optional_refusal(family: str, error: RankError) -> str | None:
     """What the package says of a family that it refuses for a reason of the model's; None for a failure."""
     text = str(error.cause)
-    if isinstance(error.cause, ValueError) and text.startswith("cp_size="):
+    if isinstance(error.cause, ValueError) and (text.startswith("cp_size=") or UNDIVIDED in text):
         return text
     if isinstance(error.cause, NoPlanError) and not has_plan(family):
         return text
@@ -129,7 +149,7 @@ def get_optional_refusal(family: str, error: RankError) -> str | None:
 
 def _measure(family: str, layout: Layout) -> float | None:
     torch.manual_seed(SEEDS.get(family, 0))
-    plain = make_family_model(family).train()
+    plain = make_family_model(family, **(MORE_LAYERS.get(family, {}) if layout.pp > 1 else {})).train()
     batches = _make_batches(plain)
     actual = _train_on_mesh(deepcopy(plain), layout, batches)
     if dist.get_rank() > 0:
@@ -174,23 +194,39 @@ def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> R
     for batch in batches:
         optimizer.zero_grad()
         own = batch.chunk(layout.dp)[rank]
-        mean = torch.zeros(())
-        for index, part in enumerate(own.chunk(layout.accumulate)):
-            is_last = index == layout.accumulate - 1
-            sync: AbstractContextManager[None] = nullcontext() if is_last else defer_grad_sync(called)
-            with sync:
-                loss = called(input_ids=part, labels=part, use_cache=False).loss / layout.accumulate
-                loss.backward()
-            mean += loss.detach()
+        mean = _run_stages(model, own, layout) if layout.pp > 1 else _accumulate(called, own, layout)
         dist.all_reduce(mean)
-        record.losses.append(mean.item() / dist.get_world_size())
+        record.losses.append(mean.item() / layout.ranks)
         record.gradients.append(_get_gradients(model))
         record.norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
         record.clipped.append(_get_gradients(model))
         optimizer.step()
-    record.weights = whole(dict(model.named_parameters()))
+    record.weights = _merge(model, whole(dict(model.named_parameters())))
     _assert_same_on_all_ranks(record.weights)
     return record
+
+
+def _accumulate(model: Any, batch: Tensor, layout: Layout) -> Tensor:
+    """Compute the gradients of a batch in micro-batches, and return its loss."""
+    mean = torch.zeros(())
+    for index, part in enumerate(batch.chunk(layout.accumulate)):
+        is_last = index == layout.accumulate - 1
+        sync: AbstractContextManager[None] = nullcontext() if is_last else defer_grad_sync(model)
+        with sync:
+            loss = model(input_ids=part, labels=part, use_cache=False).loss / layout.accumulate
+            loss.backward()
+        mean += loss.detach()
+    return mean
+
+
+def _run_stages(model: Any, batch: Tensor, layout: Layout) -> Tensor:
+    """Do the same in a pipeline."""
+
+    def step(part: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=part, labels=part, use_cache=False).loss
+        return loss
+
+    return train_on_stages(model, step, batch, micro_batches=layout.accumulate)
 
 
 def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
@@ -205,8 +241,14 @@ def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
         sequence_parallel=layout.sequence_parallel,
         context_parallel_method=layout.method,
     )
-    sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "ep_size": layout.ep, "dp_replicate_size": layout.replicate}
-    mesh = create_device_mesh(config, **sizes)
+    mesh = create_device_mesh(
+        config,
+        tp_size=layout.tp,
+        cp_size=layout.cp,
+        ep_size=layout.ep,
+        pp_size=layout.pp,
+        dp_replicate_size=layout.replicate,
+    )
     model = FSDP2Manager(config, mesh).parallelize(model)
     return model, _make_optimizer(model, layout), get_mesh(mesh, "data_parallel").get_local_rank()
 
@@ -239,7 +281,14 @@ def _get_gradients(model: nn.Module) -> dict[str, Tensor]:
     """All gradients, whole; zeros for a parameter that took no part."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = whole({name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None})
-    return {name: gradients.get(name, torch.zeros(parameter.shape)) for name, parameter in trained.items()}
+    filled = {name: gradients.get(name, torch.zeros(parameter.shape)) for name, parameter in trained.items()}
+    return _merge(model, filled)
+
+
+def _merge(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add the tensors of other pipeline stages, if there are any."""
+    pipeline = get_optional_pipeline(model)
+    return tensors if pipeline is None else merge_stages(tensors, pipeline.control)
 
 
 def _compare(gradients: dict[str, Tensor], references: dict[str, Tensor]) -> float:

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from helpers.pipelines import CONFIGS
 from helpers.user_modules import UserModule, make_trainer
-from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Strategy
 from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler
 
 WORLD_SIZE = 2
@@ -37,6 +39,7 @@ class Settings:
     async_save: bool = False
     save_last: bool | Literal["link"] = True
     save_every: int = 1
+    pp_size: int = 1
 
 
 class Job:
@@ -104,6 +107,20 @@ class _Model(UserModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class _Pipeline(CausalLM):
+    """The same with a model that has layers for two pipeline stages, and dropout in them."""
+
+    def __init__(self) -> None:
+        dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+        super().__init__(config={**CONFIGS["gpt2"], **dropout}, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+
+    def train_dataloader(self) -> ResumableDataLoader:
+        rows = torch.randint(3, 101, (80, 12), generator=torch.Generator().manual_seed(1))
+        samples = [{"input_ids": row} for row in rows]
+        sampler = ResumableSampler(samples, num_replicas=1, rank=0)
+        return ResumableDataLoader(samples, batch_size=4, sampler=sampler)
+
+
 class _Log(pl.Callback):
     """Tells the world what has been computed, so that no kill takes it back."""
 
@@ -158,14 +175,14 @@ def _train(folder: Path, checkpoints: Path, settings: Settings) -> None:
         every_n_train_steps=settings.save_every,
     )
     trainer = make_trainer(
-        FSDP2Strategy(checkpoint=CheckpointConfig(async_save=settings.async_save)),
+        FSDP2Strategy(pp_size=settings.pp_size, checkpoint=CheckpointConfig(async_save=settings.async_save)),
         max_steps=settings.max_steps,
         callbacks=[_Log(folder / f"log-{rank}"), saver],
         enable_checkpointing=True,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"ModelCheckpoint\(save_last=True\) writes every checkpoint twice")
-        trainer.fit(_Model(), ckpt_path="last")
+        trainer.fit(_Model() if settings.pp_size == 1 else _Pipeline(), ckpt_path="last")
 
 
 def _detach() -> None:

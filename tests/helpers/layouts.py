@@ -1,4 +1,4 @@
-"""Seventeen layouts that write and read checkpoints, and one training run that is the same on all of them."""
+"""Layouts that write and read checkpoints, and one training run that is the same on all of them."""
 
 import warnings
 from collections.abc import Callable
@@ -16,11 +16,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from helpers.cuda_on_cpu import cuda_on_cpu
+from helpers.mesh_runs import whole_of_stages
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
 from helpers.oracle import EPSILON, LEARNING_RATE, whole
 from helpers.ranks import run_ranks
 from helpers.user_modules import make_trainer
-from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPConfig, MegatronFSDPStrategy
+from lightning_fsdp2 import (
+    CheckpointConfig,
+    DDPConfig,
+    DDPStrategy,
+    FSDP2Config,
+    FSDP2Strategy,
+    MegatronFSDPConfig,
+    MegatronFSDPStrategy,
+)
+from lightning_fsdp2.ranks.coordination import gather_objects
 
 SAVED_AT = 2
 STEPS = 5
@@ -35,6 +45,7 @@ class Model(pl.LightningModule):
 
     Tied embeddings, a frozen parameter, one that no loss uses, two groups of the optimizer, and running statistics
     that the loss depends on. The batch of a step is known by its number: where data loaders go on is tested elsewhere.
+    What a data loader gives are the rows of the batch, which a pipeline divides into micro-batches.
 
     Args:
         seed: Of the first weights.
@@ -47,15 +58,18 @@ class Model(pl.LightningModule):
         super().__init__()
         self.optimize_unused = optimize_unused
         torch.manual_seed(seed)
-        self.model: Any = make_causal_lm({**self.config, "num_hidden_layers": 2, "tie_word_embeddings": True})
+        self.model: Any = make_causal_lm({**self.config, "num_hidden_layers": 4, "tie_word_embeddings": True})
         self.model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
         self.unused = nn.Linear(4, 4)
         self.register_buffer("running_mean", torch.zeros(()))
+        self.order = [name for name, _ in self.named_parameters()]
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        # of the whole global batch, which a layer that normalises over the ranks would see too
+        self.running_mean.lerp_(TOKENS[self.trainer.global_step].float().mean() / VOCABULARY, 0.1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        tokens = TOKENS[self.trainer.global_step]
-        # of the whole global batch, which a layer that normalises over the ranks would see too
-        self.running_mean.lerp_(tokens.float().mean() / VOCABULARY, 0.1)
+        tokens = TOKENS[self.trainer.global_step][batch.cpu()]
         rank, size = 0, 1
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
@@ -67,7 +81,7 @@ class Model(pl.LightningModule):
         """Without a step, no Trainer would load weights to predict with."""
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.arange(STEPS), batch_size=None)
+        return DataLoader(torch.arange(ROWS).expand(STEPS, ROWS), batch_size=None)
 
     def configure_optimizers(self) -> Any:
         parameters = list((self if self.optimize_unused else self.model).parameters())
@@ -125,8 +139,8 @@ class Layout:
         return run_ranks(run_in_context, self.world_size, group=False)
 
 
-def _fsdp2(world_size: int, *, sequence_parallel: bool = False, **sizes: int) -> Layout:
-    config = FSDP2Config(sequence_parallel=sequence_parallel)
+def _fsdp2(world_size: int, flags: dict[str, Any] | None = None, **sizes: int) -> Layout:
+    config = FSDP2Config(**(flags or {}))
     return Layout(world_size, partial(FSDP2Strategy, config=config, **sizes))
 
 
@@ -143,10 +157,16 @@ LAYOUTS = {
     "dp4": _fsdp2(4),
     "tp2": _fsdp2(2, tp_size=2),
     "dp2-tp2": _fsdp2(4, tp_size=2),
-    "dp2-tp2-sp": _fsdp2(4, tp_size=2, sequence_parallel=True),
+    "dp2-tp2-sp": _fsdp2(4, {"sequence_parallel": True}, tp_size=2),
     "cp2": _fsdp2(2, cp_size=2),
     "dp2-cp2": _fsdp2(4, cp_size=2),
     "hsdp2x2": _fsdp2(4, dp_replicate_size=2),
+    "pp2": _fsdp2(2, pp_size=2),
+    "pp4": Layout(4, partial(FSDP2Strategy, pp_size=4, checkpoint=CheckpointConfig(async_save=True))),
+    "pp2-full": Layout(2, partial(FSDP2Strategy, pp_size=2, checkpoint=CheckpointConfig(format="full"))),
+    "pp2-interleaved": _fsdp2(2, {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2}, pp_size=2),
+    "pp2-dp2": _fsdp2(4, {"pp_microbatches": 2}, pp_size=2),
+    "pp2-tp2-sp": _fsdp2(4, {"sequence_parallel": True}, pp_size=2, tp_size=2),
     "ddp2": Layout(2, partial(DDPStrategy, DDPConfig(find_unused_parameters=True))),
     "megatron2": _megatron_fsdp(2),
     "megatron-hsdp2x2": _megatron_fsdp(4, dp_replicate_size=2),
@@ -178,8 +198,9 @@ MIXTURE_LAYOUTS = {
     "ep4": _mixture(_fsdp2(4, ep_size=4)),
     "ep2-efsdp2": _mixture(_fsdp2(4, ep_size=2)),
     "hsdp2-ep2": _mixture(_fsdp2(4, ep_size=2, dp_replicate_size=2)),
+    "pp2-ep2": _mixture(_fsdp2(4, {"pp_microbatches": 2}, pp_size=2, ep_size=2)),
     "cp2-ep2": _mixture(_fsdp2(2, ep_size=2, cp_size=2)),
-    "dp2-tp2-ep4-sp": _mixture(_fsdp2(4, ep_size=4, tp_size=2, sequence_parallel=True)),
+    "dp2-tp2-ep4-sp": _mixture(_fsdp2(4, {"sequence_parallel": True}, ep_size=4, tp_size=2)),
 }
 """Layouts of a mixture of experts, with and without expert parallelism."""
 
@@ -236,16 +257,26 @@ def get_state(trainer: pl.Trainer) -> State:
         for parameter, values in optimizer.state.items()
         for key, value in values.items()
     }
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     return State(
-        weights=whole(trainer.lightning_module.state_dict()),
-        optimizer=whole(moments),
+        weights=whole_of_stages(trainer.lightning_module.state_dict(), trainer),
+        optimizer=whole_of_stages(moments, trainer),
         groups=[
-            {**_without_names(group), "params": [names[parameter] for parameter in group["params"]]}
-            for group in optimizer.param_groups
+            {**_without_names(group), "params": own}
+            for group, own in zip(optimizer.param_groups, _groups_of_stages(groups, trainer), strict=True)
         ],
         schedule=trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         step=trainer.global_step,
     )
+
+
+def _groups_of_stages(groups: list[list[str]], trainer: pl.Trainer) -> list[list[str]]:
+    """The names of all pipeline stages in each group, in the order of a module that is not divided."""
+    if getattr(trainer.strategy, "pp_size", 1) == 1:
+        return groups
+    stages = gather_objects(groups, trainer.strategy.world.pipeline_control)
+    order = trainer.lightning_module.order
+    return [[name for name in order if any(name in names for names in parts)] for parts in zip(*stages, strict=True)]
 
 
 def _without_names(group: dict[str, Any]) -> dict[str, Any]:

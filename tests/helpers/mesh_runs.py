@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from helpers.oracle import EPSILON, LEARNING_RATE, Batch, LossFunction, Record, assert_equal_runs, whole
+from helpers.pipelines import merge_stages
 from helpers.user_modules import make_trainer
 from lightning_fsdp2 import FSDP2Strategy
 
@@ -47,7 +48,7 @@ def check_parity(case: Case) -> None:
     actual = train_on_mesh(case)
     if torch.distributed.get_rank() == 0:
         dp_size = torch.distributed.get_world_size() // (
-            case.strategy.get("tp_size", 1) * case.strategy.get("cp_size", 1)
+            case.strategy.get("tp_size", 1) * case.strategy.get("cp_size", 1) * case.strategy.get("pp_size", 1)
         )
         autocast_dtype = getattr(case.strategy.get("config"), "autocast_dtype", None)
         if case.precision == "32-true" and autocast_dtype is None:
@@ -76,7 +77,7 @@ def train_on_mesh(case: Case) -> Record:
     record = recorder.record
     record.losses = [metrics["train/loss"] for metrics in logger.history]
     record.norms = [metrics["train/gradient_norm"] for metrics in logger.history]
-    record.weights = whole(dict(module.model.named_parameters()))
+    record.weights = whole_of_stages(dict(module.model.named_parameters()), trainer)
     return record
 
 
@@ -157,12 +158,18 @@ class _Recorder(pl.Callback):
     """Records what a user's own callback would see in ``on_before_optimizer_step``, which precedes clipping."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.record = Record(initial=whole(module.model.state_dict()))
+        self.record = Record(initial=whole_of_stages(module.model.state_dict(), trainer))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        self.record.trajectory.append(whole(module.model.state_dict()))
+        self.record.trajectory.append(whole_of_stages(module.model.state_dict(), trainer))
         gradients = {name: p.grad for name, p in module.model.named_parameters() if p.grad is not None}
-        self.record.gradients.append(whole(gradients))
+        self.record.gradients.append(whole_of_stages(gradients, trainer))
+
+
+def whole_of_stages(tensors: dict[str, Tensor], trainer: pl.Trainer) -> dict[str, Tensor]:
+    """The whole tensors of all pipeline stages; a copy on several stages must be the same on all of them."""
+    own, strategy = whole(tensors), trainer.strategy
+    return own if getattr(strategy, "pp_size", 1) == 1 else merge_stages(own, strategy.world.pipeline_control)
 
 
 class MetricsLogger(Logger):

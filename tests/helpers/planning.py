@@ -40,9 +40,10 @@ Call = tuple[str, int, int]
 """Kind, ranks of the group, bytes."""
 
 
-def make_module(**options: Any) -> CausalLM:
+def make_module(layers: int = LAYERS, **options: Any) -> CausalLM:
     # `foreach` is what AdamW does by default on a GPU, and a plan takes it for
-    return CausalLM(config=LLAMA, optimizer=partial(AdamW, foreach=True), **options)
+    config = {**LLAMA, "num_hidden_layers": layers}
+    return CausalLM(config=config, optimizer=partial(AdamW, foreach=True), **options)
 
 
 def make_batch(size: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
@@ -62,9 +63,9 @@ make_trainer = partial(
 class CollectiveLog(TorchDispatchMode):
     """The collectives of its block over groups of the mesh."""
 
-    def __init__(self, control_group: dist.ProcessGroup) -> None:
+    def __init__(self, *control_groups: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.control_group = control_group
+        self.control_groups = {group.group_name for group in control_groups if group is not None}
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +73,7 @@ class CollectiveLog(TorchDispatchMode):
         kind = COLLECTIVE_KINDS.get(func._schema.name.split("::")[1])
         if kind is not None and func._schema.name.startswith(("c10d::", "_c10d_functional::")):
             group = get_process_group(args)
-            if group.group_name != self.control_group.group_name:  # of a few bytes, in host memory
+            if group.group_name not in self.control_groups:  # of a few bytes, in host memory
                 sizes = [
                     sum(t.nbytes for t in tree_leaves(value) if isinstance(t, Tensor)) for value in (*args, result)
                 ]
@@ -91,7 +92,8 @@ class Watch(pl.Callback):
         step, micro_batch = divmod(batch_idx, self.accumulation)
         if micro_batch == 0 and step > 0:
             allocations = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self.inside: Any = CollectiveLog(trainer.strategy.world.control_group) if step == 1 else allocations
+            world = trainer.strategy.world
+            self.inside: Any = CollectiveLog(world.control_group, world.pipeline_control) if step == 1 else allocations
             self.inside.__enter__()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -139,15 +141,28 @@ def train(
     make_strategy: Callable[[], Any], ranks: int, *, module: dict[str, Any] | None = None, **options: Any
 ) -> tuple[list[Call], int]:
     """Rank 0's collectives of a step, and the bytes that a step adds to what is there before it."""
+    results = train_ranks(make_strategy, ranks, module=module, **options)
+    # a thread of gloo may let go of what it has sent a moment late, which adds to a peak
+    return results[0][0], min(added for _, added in results)
+
+
+def train_ranks(
+    make_strategy: Callable[[], Any],
+    ranks: int,
+    *,
+    module: dict[str, Any] | None = None,
+    batch_size: int = BATCH,
+    **options: Any,
+) -> list[tuple[list[Call], int]]:
+    """Each rank's collectives of a step, and the bytes that a step adds to what is there before it."""
     accumulation = options.get("accumulate_grad_batches", 1)
 
     def run() -> tuple[list[Call], list[int]]:
         watch = Watch(accumulation)
         trainer = make_trainer(make_strategy(), callbacks=[watch], **options)
         sequence = {name: tensor[0] for name, tensor in make_batch().items()}
-        trainer.fit(make_module(**(module or {})), DataLoader([sequence] * BATCH * ranks * accumulation * STEPS, BATCH))
+        samples = batch_size * ranks * accumulation * STEPS
+        trainer.fit(make_module(**(module or {})), DataLoader([sequence] * samples, batch_size))
         return watch.calls, watch.added
 
-    results = run_ranks(run, ranks, group=False)
-    # a thread of gloo may let go of what it has sent a moment late, which adds to a peak
-    return results[0][0], min(added for _, steps in results for added in steps)
+    return [(calls, min(added)) for calls, added in run_ranks(run, ranks, group=False)]

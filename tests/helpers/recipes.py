@@ -155,6 +155,19 @@ RECIPES = {
         context=fuse_on_cpu,
         marks=(pytest.mark.slow, needs_compiler),
     ),
+    "llama3_405b_fsdp2_pp16_tp8": Recipe(
+        405_853_388_800,
+        gpus=1024,
+        ranks=4,
+        changes={
+            "trainer.strategy.init_args.pp_size": 2,
+            "trainer.strategy.init_args.config": {"pp_microbatches": 4},
+            "trainer.strategy.init_args.tp_size": 2,
+            "model.init_args.config": {"num_hidden_layers": 4},
+            "data.init_args.batch_size": 4,
+        },
+        marks=(pytest.mark.slow, needs_compiler),
+    ),
     "long_context_llama3_8b_cp8": Recipe(
         LLAMA_8B, gpus=8, ranks=4, changes={**PRETRAINED, "trainer.strategy.init_args.cp_size": 2}
     ),

@@ -5,23 +5,22 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.families import get_families, make_family_config, make_family_model
 from helpers.mesh_runs import Case, MetricsLogger, RankBatches, check_parity, join_batches
 from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE
 from helpers.ranks import run_ranks
+from helpers.router_loss import COEFFICIENT, mask_padding, token_sum_loss
 from helpers.user_modules import make_trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy
-from lightning_fsdp2.models.router_loss import OTHER_LOSSES, find_router_loss, record_router_logits
-from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance
+from lightning_fsdp2.models.router_loss import OTHER_LOSSES, find_router_loss, record_routing
+from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance, sum_routing
 
-COEFFICIENT = 0.5
 """Large, so that the loss of the tokens does not hide a wrong auxiliary loss."""
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -55,25 +54,6 @@ def make_module(family: str, **options: Any) -> CausalLM:
     )
     module.model = make_model(family)
     return module
-
-
-def token_sum_loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The losses of tokens, with transformers' own auxiliary loss added to each; its value is left out, as logs do."""
-    labels = batch["labels"]
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    output = model(**inputs, output_router_logits=True, use_cache=False)
-    logits = output.logits[:, :-1].flatten(0, 1).float()
-    count = (labels[:, 1:] != -100).sum()
-    auxiliary = COEFFICIENT * count * output.aux_loss
-    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") + auxiliary - auxiliary.detach(), count
-
-
-def mask_padding(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    for index, batch in enumerate(batches):
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][:, 7 + index % 5 :] = 0
-        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-    return batches
 
 
 def make_case(mesh: str, family: str, *, is_padded: bool = False, **options: Any) -> Case:
@@ -152,14 +132,13 @@ def test_the_loss_is_that_of_transformers(family: str) -> None:
         )
     loss = find_router_loss(model, None if model.config.output_router_logits else 0.1)
     assert loss is not None
-    actual = compute_load_balance(
-        output.router_logits, loss.top_k, torch.tensor(1), attention_mask=batch["attention_mask"]
-    )
+    routing = sum_routing(output.router_logits, loss.top_k, attention_mask=batch["attention_mask"])
+    actual = compute_load_balance(routing, torch.tensor(1))
     torch.testing.assert_close(actual.loss, output.aux_loss.double(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(actual.loss, actual.summand)
-    with torch.no_grad(), record_router_logits(loss.base_model) as recorded:
+    with torch.no_grad(), record_routing(loss.base_model, torch.cat) as recorded:
         model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    torch.testing.assert_close(recorded, [output.router_logits])
+    torch.testing.assert_close(recorded, [torch.cat(output.router_logits)])
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.planning import BATCH, LENGTH, LLAMA, make_batch, make_module, make_trainer
+from helpers.models import make_causal_lm
+from helpers.planning import BATCH, LENGTH, LLAMA, WIDTH, make_batch, make_module, make_trainer
 from helpers.user_modules import Normalized, UserModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
+from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.plan import Device, Plan, describe, get_device, plan_run
 
 SMALL = replace(get_device("h100"), memory=40 * 2**20)
@@ -80,6 +82,92 @@ def test_ranks_that_are_asked_for() -> None:
     assert [rank.rank for rank in plan(ranks=[3, 1]).ranks] == [1, 3]
     uneven = plan(world_size=3)
     assert [rank.rank for rank in uneven.ranks] == [0, 2]
+
+
+# ---------------------------------------------------------------------- pipelines
+
+PIPELINE_LAYERS = 8
+
+
+def plan_pipeline(rows: int = 16, *, pp_size: int = 4, ranks: list[int] | None = None, **flags: Any) -> Plan:
+    flags = {"pp_layers_per_stage": [PIPELINE_LAYERS // pp_size] * pp_size, **flags}
+    strategy = FSDP2Strategy(pp_size=pp_size, config=FSDP2Config(**flags))
+    module = make_module(layers=PIPELINE_LAYERS)
+    return plan(strategy, make_batch(rows), module=module, world_size=2 * pp_size, ranks=ranks, suggest=False)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Plan:
+    """The plan of four stages on two ranks each, with eight micro-batches of two rows."""
+    return plan_pipeline()
+
+
+def test_a_pipeline_is_planned_by_the_stages_that_differ(pipeline: Plan) -> None:
+    assert pipeline.world_size == 8
+    assert [rank.rank for rank in pipeline.ranks] == [0, 2, 6]  # the first ranks of stages 0, 1 and 3
+    assert pipeline.pipeline is not None
+    assert (pipeline.pipeline.micro_batches, pipeline.pipeline.rows) == (8, 2)
+    assert pipeline.pipeline.in_flight == [4, 3, 2, 1]
+    assert pipeline.pipeline.bubble == pytest.approx(3 / (8 + 3))
+    # the whole model counts, not only the first stage
+    whole = make_causal_lm({**LLAMA, "num_hidden_layers": PIPELINE_LAYERS})
+    assert pipeline.parameters == pipeline.trained_parameters == sum(p.numel() for p in whole.parameters())
+    assert pipeline.model_flops == get_flops_per_token(whole, LENGTH) * LENGTH * 2 * 16
+
+
+def test_each_boundary_is_crossed_once_per_micro_batch_and_direction(pipeline: Plan) -> None:
+    activation = 2 * 2 * LENGTH * WIDTH  # of two rows, in bfloat16
+    for rank, neighbours in zip(pipeline.ranks, (1, 2, 1), strict=True):
+        found = {entry.kind: entry for entry in rank.traffic}
+        for kind in ("send", "receive"):
+            assert found[kind].axis == "pipeline_parallel"
+            assert (found[kind].calls, found[kind].bytes) == (8 * neighbours, 8 * neighbours * activation)
+        # units are gathered and reduced once, whatever the number of micro-batches
+        assert found["all-gather"].calls == found["reduce-scatter"].calls < 8
+    first, middle, last = (rank.peak for rank in pipeline.ranks)
+    assert first["logits and loss"] == middle["logits and loss"] == 0 < last["logits and loss"]
+
+
+def test_ranks_of_a_pipeline_wait_and_a_step_lasts_equally_long_for_all(pipeline: Plan) -> None:
+    # the last rank, with the head and the loss, is the slowest one
+    assert min(pipeline.ranks, key=lambda rank: rank.reached.waiting).rank == 6
+    busy = [sum(8 * time.estimate for time in rank.actions) for rank in pipeline.ranks]
+    waiting = [rank.reached.waiting for rank in pipeline.ranks]
+    assert [b + w for b, w in zip(busy, waiting, strict=True)] == pytest.approx([busy[0] + waiting[0]] * 3)
+    assert pipeline.estimate > busy[-1] + waiting[-1]  # and the optimizer
+
+
+def test_a_pipeline_is_told_in_the_tables(pipeline: Plan) -> None:
+    text = describe(pipeline)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "pipeline_parallel 4" in text
+    assert "1f1b, 4 stages of" in text
+    assert "8 micro-batches of 2 samples" in text
+    assert "27.3% of" in text
+    assert "micro-batches in flight" in text
+    plain = json.loads(json.dumps(pipeline.to_dict()))
+    assert plain["pipeline"]["in_flight"] == [4, 3, 2, 1]
+
+
+@pytest.mark.slow
+def test_of_a_pipeline_any_rank_can_be_planned(pipeline: Plan) -> None:
+    (third,) = plan_pipeline(ranks=[4]).ranks
+    first, middle, _ = pipeline.ranks
+    assert third.peak_bytes < middle.peak_bytes < first.peak_bytes  # by the micro-batches in flight
+    assert third.reached.waiting == pytest.approx(middle.reached.waiting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [("gpipe", {}), ("interleaved_1f1b", {"pp_stages_per_rank": 2, "pp_layers_per_stage": [1] * PIPELINE_LAYERS})],
+)
+def test_other_schedules_keep_more_activations(schedule: Any, flags: dict[str, Any], pipeline: Plan) -> None:
+    other = plan_pipeline(pp_schedule=schedule, pp_microbatches=8, **flags)
+    assert other.ranks[0].peak["activations"] > 1.2 * pipeline.ranks[0].peak["activations"]
+    assert other.pipeline is not None
+    assert other.pipeline.bubble == pytest.approx(3 / ((1 if schedule == "gpipe" else 2) * 8 + 3))
+    assert [rank.rank for rank in other.ranks] == [0, 2, 6]
 
 
 # ---------------------------------------------------------------------- batches

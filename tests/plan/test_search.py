@@ -1,6 +1,7 @@
 """A search drops what breaks a rule or does not fit, and its winner trains as it says."""
 
 import io
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from helpers.planning import BATCH, LENGTH, LLAMA, make_batch, make_module, make
 from torch.optim import SGD
 
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
-from lightning_fsdp2.plan import SearchResult, get_device, search_run
+from lightning_fsdp2.plan import SearchResult, get_device, plan_run, search_run
 from lightning_fsdp2.plan.cache import get_run_fingerprint
-from lightning_fsdp2.plan.knobs import Knobs
+from lightning_fsdp2.plan.knobs import Knobs, build_config, read_knobs
 from lightning_fsdp2.plan.rank import Run
+from lightning_fsdp2.plan.search import _get_next, _weigh_pipeline, list_layouts, simulate_all
 from lightning_fsdp2.plan.simulation.blocks import Summary
 from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.table import write_search
@@ -50,6 +52,44 @@ def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
     for damaged in tmp_path.iterdir():
         damaged.write_bytes(b"")
     assert run_search(memory=MEMORY, cache_dir=tmp_path, seconds=0).search.left_out > 0
+
+
+def test_pipelines_are_tried_across_nodes_with_enough_micro_batches() -> None:
+    trainer, module, batch = make_trainer(FSDP2Strategy()), make_module(), make_batch(4)
+    knobs = read_knobs(trainer, module, batch, world_size=8, num_nodes=4, accumulation=2)
+    run = Run(trainer, module, batch, 8, 4, get_device("h100", per_node=2))
+    layouts = [layout for layout in list_layouts(run, knobs, LENGTH) if layout.pp > 1]
+    assert {(layout.pp, layout.config.pp_schedule) for layout in layouts} == {
+        (pp, schedule) for pp in (2, 4) for schedule in ("1f1b", "interleaved_1f1b")
+    }
+    for layout in layouts:
+        assert layout.samples == knobs.samples == 64
+        assert layout.pp * layout.dp * layout.tp * layout.cp == 8
+        assert (layout.micro_batches, layout.batch_size) == (64 // layout.dp,) * 2
+        following = _get_next(layout, fits=True)
+        assert following is not None
+        assert (following.micro_batches, following.batch_size) == (32 // layout.dp, 64 // layout.dp)
+        assert following.config.pp_microbatches == following.micro_batches
+        config = build_config(knobs, layout, strategy="fsdp2", names_batch_size=True, has_global_batch=False)
+        assert config["trainer"]["strategy"]["init_args"]["pp_size"] == layout.pp
+        assert config["data"]["init_args"]["batch_size"] == layout.batch_size
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_tried_is_weighed_as_it_is_planned() -> None:
+    trainer, module, batch = make_trainer(FSDP2Strategy()), make_module(layers=4), make_batch(16)
+    knobs = read_knobs(trainer, module, batch, world_size=4, num_nodes=2, accumulation=1)
+    run = Run(trainer, module, batch, 4, 2, get_device("h100", per_node=2))
+    layout = replace(knobs, pp=2, dp=2).divide(8, rows=2)
+    [(_, ranks)] = simulate_all(run, [layout], end=float("inf"), cache=None, processes=None, on_progress=None)
+    candidate = _weigh_pipeline(run, layout, ranks)
+    strategy = FSDP2Strategy(pp_size=2, config=FSDP2Config(pp_microbatches=8))
+    planned = plan_run(make_trainer(strategy), module, batch, world_size=4, device=run.device, suggest=False)
+    assert candidate.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.02)
+    # few micro-batches, and the whole schedule in arithmetic
+    assert candidate.estimate == pytest.approx(planned.estimate, rel=0.02)
+    assert candidate.at_least == pytest.approx(planned.at_least, rel=0.02)
+    assert candidate.reason.startswith("waiting ")
 
 
 def test_runs_are_told_apart_by_what_they_train() -> None:

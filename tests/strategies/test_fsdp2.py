@@ -794,6 +794,7 @@ def test_a_class_that_cannot_be_sharded_is_told_which_order_of_bases_works() -> 
 def test_a_strategy_says_its_sizes() -> None:
     asked = FSDP2Strategy(tp_size=2, dp_replicate_size="auto")
     assert (asked.tp_size, asked.cp_size, asked.dp_size, asked.dp_replicate_size) == (2, 1, "auto", "auto")
+    assert (FSDP2Strategy(pp_size=4).pp_size, FSDP2Strategy().pp_size) == (4, 1)
 
     def run() -> None:
         strategy = FSDP2Strategy(dp_replicate_size=WORLD)

@@ -43,6 +43,7 @@ LLAMA = {
 
 SCRIPT = f"""
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,7 +56,7 @@ from torch.utils.data import DataLoader
 from lightning_fsdp2 import CausalLM, FSDP2Strategy
 
 LLAMA = {LLAMA!r}
-MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
+MODE, FOLDER, PP_SIZE = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1
 
 
 def pause(moment, rank):
@@ -94,6 +95,9 @@ class Model(CausalLM):
         if MODE == f"fail-{{self.global_rank}}" and batch_idx == 1:
             (FOLDER / "failed").write_text("")
             raise RuntimeError(f"rank {{self.global_rank}} fails on purpose")
+        if MODE == f"die-{{self.global_rank}}" and batch_idx == 1:
+            (FOLDER / "failed").write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
         if MODE == "endless":
             (FOLDER / f"trains-{{self.global_rank}}").write_text("")
             time.sleep(0.02)
@@ -114,7 +118,7 @@ if __name__ == "__main__":
     trainer = pl.Trainer(
         accelerator="cpu",
         devices={WORLD},
-        strategy=FSDP2Strategy(),
+        strategy=FSDP2Strategy(pp_size=PP_SIZE),
         max_steps=-1 if MODE == "endless" else 3,
         max_epochs=-1,
         limit_val_batches=0,
@@ -259,10 +263,11 @@ def test_fit_then_test(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_failing_rank_ends_all(launcher: str, rank: int, tmp_path: Path) -> None:
-    command = [*LAUNCHERS[launcher], write_script(tmp_path), f"fail-{rank}", str(tmp_path)]
+def test_a_failing_rank_ends_all(launcher: str, rank: int, pp_size: int, tmp_path: Path) -> None:
+    command = [*LAUNCHERS[launcher], write_script(tmp_path), f"fail-{rank}", str(tmp_path), str(pp_size)]
     ended = launch(command, tmp_path, mark="failed")
     assert ended.code != 0
     assert ended.seconds_after_mark < END_SECONDS
@@ -271,6 +276,21 @@ def test_a_failing_rank_ends_all(launcher: str, rank: int, tmp_path: Path) -> No
     )
     assert own, ended.output[-6000:]
     assert "the end of the script" not in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_stage_of_a_pipeline_ends_all_and_is_named(launcher: str, rank: int, tmp_path: Path) -> None:
+    command = [*LAUNCHERS[launcher], write_script(tmp_path), f"die-{rank}", str(tmp_path), "2"]
+    ended = launch(command, tmp_path, mark="failed")
+    assert ended.code != 0
+    assert ended.seconds_after_mark < END_SECONDS
+    assert "the end of the script" not in ended.output
+    if launcher == "torchrun":
+        assert re.search(rf"rank +: {rank} .*Signal 9 \(SIGKILL\)", ended.output, re.DOTALL)
+    elif rank > 0:  # with rank 0, the process ends that would name the others
+        assert re.search(r"Rank 1 \(process \d+\) was killed by SIGKILL", ended.output)
 
 
 @pytest.mark.slow

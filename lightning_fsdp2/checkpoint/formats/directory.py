@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import empty as distributed_empty
 
-from lightning_fsdp2.checkpoint.files.chunks import CHECKSUMS_FILE, compute_checksum, describe_bytes, describe_file
+from lightning_fsdp2.checkpoint.files.chunks import CHECKSUMS_FILE, describe_bytes, describe_file
 from lightning_fsdp2.checkpoint.files.drafts import (
     SUMMARY_FILE,
     AnyPath,
@@ -55,7 +55,8 @@ from lightning_fsdp2.checkpoint.files.storage import (
     save_plain,
     warn_of_objects,
 )
-from lightning_fsdp2.checkpoint.nested import map_tensors, pop_sharded, put_sharded, unflatten
+from lightning_fsdp2.checkpoint.nested import map_tensors, put_sharded, unflatten
+from lightning_fsdp2.checkpoint.stages import check_same_on_all_ranks, list_names_elsewhere, pop_sharded_of_stages
 from lightning_fsdp2.checkpoint.stored_shards import PiecewiseTensor, describe_shards, get_first_rows, is_unusual
 from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank
 from lightning_fsdp2.ranks.pieces import without_uneven_axis
@@ -111,16 +112,18 @@ def take_snapshot(
     summary: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
     *,
+    pipeline: dist.ProcessGroup | None = None,
     trust: bool = False,
 ) -> Snapshot:
     """Collect the content of a checkpoint directory, without copying the tensors. Every rank must call this.
 
     Args:
-        tensors: Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks.
+        tensors: Nested dicts of tensors, DTensors and small objects, with the same keys on all ranks of a stage.
         metadata: All other content of the checkpoint. All ranks save the DTensors in it, and rank 0 saves the other
             values.
         summary: Entries for ``meta.json``.
         group: Process group for messages between the ranks. A CPU group keeps these messages off the accelerator.
+        pipeline: CPU group of the ranks of the pipeline; None without a pipeline.
         trust: Whether users will trust the checkpoint when they load it. If not, arbitrary objects in it cause a
             warning.
 
@@ -130,15 +133,18 @@ def take_snapshot(
     """
     # save dicts and lists in `meta.pt`, because DCP would flatten them and lose empty containers and numeric keys
     weights, extra = _partition(tensors["state_dict"], _is_extra_state)
-    plain = [name for name, value in weights.items() if isinstance(value, Tensor) and not isinstance(value, DTensor)]
+    plain = {name: None for name, value in weights.items() if _is_plain(value)}
     optimizers = {name: state for name, state in tensors.items() if name != "state_dict"}
     containers: dict[str, Any] = {}
     added: dict[str, Any] = {}
     for name, state in optimizers.items():
-        _check_same_on_all_ranks(name, state, group)
+        check_same_on_all_ranks(name, state, group, pipeline)
         optimizers[name], containers[name], added[name] = _part_optimizer(state)
+        if pipeline is not None and not optimizers[name]["state"]:
+            del optimizers[name]["state"]  # DCP would save the empty dict beside the states that other stages have
     others = {EXTRA_STATES_KEY: extra, PLAIN_KEY: plain, CONTAINERS_KEY: containers, ADDED_KEY: added}
-    rest, sharded = pop_sharded({**metadata, **others})
+    rest, sharded = pop_sharded_of_stages(metadata, others, pipeline)
+    rest[PLAIN_KEY] = list(rest[PLAIN_KEY])
     tensors = {"state_dict": weights, **optimizers, **({SHARDED_KEY: sharded} if sharded else {})}
     buffer = io.BytesIO()
 
@@ -198,8 +204,9 @@ def read_directory(
 
     Args:
         path: Checkpoint directory.
-        model: Model whose shards are read. A tensor is sharded like the model's tensor of the same name and shape.
-            With a model, every rank must call this. None reads whole tensors to the host, on this rank alone.
+        model: Model whose shards are read. A tensor is sharded like the model's tensor of the same name and shape, and
+            on the meta device if only other pipeline stages have it. With a model, every rank must call this. None
+            reads whole tensors to the host, on this rank alone.
         with_optimizers: Whether to read optimizer states.
         in_place: Whether to read weights directly into the model's tensors, which avoids a second copy.
         verify: Whether to compare the data with its checksums, if there are any.
@@ -220,11 +227,13 @@ def read_directory(
 
     metadata, checkpoint = read_plain() if model is None else on_every_rank(read_plain, group)
     own = {} if model is None else {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    elsewhere = set[str]() if model is None else list_names_elsewhere(model)
     keys = [key for key in metadata.state_dict_metadata if with_optimizers or not _is_of_optimizer(metadata, key)]
+    absent = {key: _make_placeholder(metadata, key) for key in keys if _get_optional_name(metadata, key) in elsewhere}
     plain = {("state_dict", name) for name in checkpoint.pop(PLAIN_KEY, ())}
     meshes = [tensor.device_mesh for tensor in own.values() if isinstance(tensor, DTensor)]
     largest = without_uneven_axis(max(meshes, key=DeviceMesh.size)) if meshes else None
-    targets = {key: _make_target(metadata, key, own, in_place, plain, largest) for key in keys}
+    targets = {key: _make_target(metadata, key, own, in_place, plain, largest) for key in keys if key not in absent}
     first_rows = get_first_rows(targets.values(), group)
     flat = {
         key: describe_shards(target, first_rows.get(index, 0)) if is_unusual(target) else target
@@ -236,7 +245,7 @@ def read_directory(
         _path_of(metadata, key): targets[key] if isinstance(value, PiecewiseTensor) else value
         for key, value in flat.items()
     }
-    loaded = unflatten(flat_values)
+    loaded = unflatten(flat_values | {_path_of(metadata, key): value for key, value in absent.items()})
     checkpoint = put_sharded(checkpoint, loaded.pop(SHARDED_KEY, {}))
     checkpoint["state_dict"] = {**loaded.pop("state_dict", {}), **checkpoint.pop(EXTRA_STATES_KEY, {})}
     for name, states in checkpoint.pop(CONTAINERS_KEY, {}).items():
@@ -360,6 +369,10 @@ def _part_optimizer(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return kept, {**{key: moved for key, (_, moved) in parted.items() if moved}, **shared}, added
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
 def _is_extra_state(name: str, value: Any) -> bool:
     return name.rpartition(".")[2] == "_extra_state" or _is_container(name, value)
 
@@ -367,28 +380,6 @@ def _is_extra_state(name: str, value: Any) -> bool:
 def _is_container(key: Any, value: Any) -> bool:
     # values whose keys are numbers go to `meta.pt` too, because DCP would turn these keys into strings
     return isinstance(value, dict | list | tuple) or not isinstance(key, str)
-
-
-def _check_same_on_all_ranks(name: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuse an optimizer state with plain tensors that differ between ranks, as only rank 0's tensors would be saved.
-
-    This happens when an optimizer computes plain tensors from the local shards of its parameters.
-    """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    digests: dict[str, str] = {}
-    for parameter, values in state["state"].items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
-                digests[f"{parameter}.{key}"] = compute_checksum(value)
-    first, *others = gather_objects(digests, group)
-    different = sorted({key for other in others for key in {*first, *other} if first.get(key) != other.get(key)})
-    if different:
-        raise ValueError(
-            f"The state of {name} holds plain tensors that differ by rank ({', '.join(different[:5])}), but a"
-            " checkpoint can only hold those of one rank. Change the optimizer so that it computes its states from its"
-            " DTensor parameters, not from their local shards: the states are then DTensors."
-        )
 
 
 def _list_tensors(tensors: dict[str, Any]) -> list[Tensor]:
@@ -448,16 +439,27 @@ def _is_of_optimizer(metadata: Metadata, key: str) -> bool:
     return str(_path_of(metadata, key)[0]).startswith("optimizer_")
 
 
+def _get_optional_name(metadata: Metadata, key: str) -> str | None:
+    """Return the name of the model's tensor that the stored tensor ``key`` is or belongs to; None for other values."""
+    if not isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata):
+        return None
+    name: str = _path_of(metadata, key)[2 if _is_of_optimizer(metadata, key) else -1]
+    return name
+
+
+def _make_placeholder(metadata: Metadata, key: str) -> Tensor:
+    entry: Any = metadata.state_dict_metadata[key]
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+
 def _get_optional_like(metadata: Metadata, key: str, own: dict[str, Tensor]) -> Tensor | None:
     """Return the model's tensor that has the name and the shape of the stored tensor ``key``, or None if there is none.
 
     For a tensor of an optimizer state, return the parameter that the state belongs to.
     """
-    entry = metadata.state_dict_metadata[key]
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    like = own.get(_path_of(metadata, key)[2 if _is_of_optimizer(metadata, key) else -1])
-    return like if like is not None and like.shape == entry.size else None
+    name, entry = _get_optional_name(metadata, key), metadata.state_dict_metadata[key]
+    like = None if name is None else own.get(name)
+    return like if like is not None and like.shape == cast(Any, entry).size else None
 
 
 def _make_target(

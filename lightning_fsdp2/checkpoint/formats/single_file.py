@@ -11,22 +11,28 @@ from lightning_fsdp2.checkpoint.files.drafts import AnyPath, check_free_space, s
 from lightning_fsdp2.checkpoint.files.storage import DurableFile, load_pickled, save_plain, warn_of_objects
 from lightning_fsdp2.checkpoint.formats.directory import get_optimizer_keys, get_optimizer_states
 from lightning_fsdp2.checkpoint.nested import map_tensors
+from lightning_fsdp2.checkpoint.stages import send_to_first_stage
 from lightning_fsdp2.checkpoint.state import number_parameters
 from lightning_fsdp2.ranks.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.ranks.whole_tensors import gather as gather_tensor
 
 
-def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any]:
+def gather_state(
+    state: dict[str, Any], *, copies: bool = True, pipeline: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Gather the tensors of nested containers on rank 0's host, one at a time. Every rank must call this.
+
+    With pipeline stages, the first rank of each stage gathers the tensors of its stage, and then sends them to rank 0.
 
     Args:
         state: Nested containers with sharded and other tensors.
         copies: Whether to copy tensors that are already whole on rank 0's host, in case they change later.
+        pipeline: CPU group of the ranks of the pipeline; None without a pipeline.
 
     Returns:
         The containers with whole tensors on rank 0, and an empty dict on the other ranks.
     """
-    keep = get_rank() == 0
+    keep = get_rank() == 0 or (pipeline is not None and 0 in dist.get_process_group_ranks(pipeline))
 
     def gather(tensor: Tensor) -> Tensor | None:
         tensor = tensor.detach()
@@ -35,11 +41,18 @@ def gather_state(state: dict[str, Any], *, copies: bool = True) -> dict[str, Any
         return whole.to("cpu", copy=copies and is_own) if keep else None
 
     gathered: dict[str, Any] = map_tensors(gather, state)
+    if keep and pipeline is not None:
+        gathered = send_to_first_stage(gathered, pipeline)
     return gathered if keep else {}
 
 
 def gather_whole(
-    checkpoint: dict[str, Any], group: dist.ProcessGroup | None = None, *, copies: bool = True, trust: bool = False
+    checkpoint: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+    *,
+    copies: bool = True,
+    trust: bool = False,
+    pipeline: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Gather a checkpoint on rank 0, and replace parameter names in its optimizer states with numbers.
 
@@ -49,6 +62,7 @@ def gather_whole(
         copies: Whether to copy tensors that may change later. False is enough if the result is written at once.
         trust: Whether users will trust the checkpoint when they load it. If not, arbitrary objects in it cause a
             warning.
+        pipeline: See :func:`gather_state`.
 
     Returns:
         The checkpoint with whole tensors and parameter numbers on rank 0, and an empty dict on the other ranks.
@@ -56,7 +70,7 @@ def gather_whole(
     Raises:
         Exception: On every rank, when rank 0 could not copy a value other than weights and optimizer states.
     """
-    gathered = gather_state(checkpoint, copies=copies)
+    gathered = gather_state(checkpoint, copies=copies, pipeline=pipeline)
     return on_every_rank(lambda: _detach(gathered, trust) if get_rank() == 0 else {}, group)
 
 

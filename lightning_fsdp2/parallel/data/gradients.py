@@ -1,19 +1,21 @@
 """Gradient norm, clipping and deferred synchronisation for parameters sharded over any mix of meshes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from lightning_fsdp2.compat.fsdp import drop_unreduced_gradients, ensure_gathered_once, separate_unreduced_gradients
 from lightning_fsdp2.compat.torch import scale_in_float32
 from lightning_fsdp2.modules.sharder import get_optional_sharder
+from lightning_fsdp2.modules.stages import PipelineRanks, get_optional_pipeline_ranks
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 
 
@@ -45,10 +47,31 @@ def clip_grad_norm_(
         ValueError: If ``max_norm`` is negative or NaN. Under Megatron-FSDP, also if ``parameters`` were taken from the
             model after a backward and another forward: the model then holds parameters that have no gradients.
     """
+    return clip_to_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+
+@torch.no_grad()
+def clip_to_norm(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    pipeline: PipelineRanks | None = None,
+) -> Tensor:
+    """Clip gradients as :func:`clip_grad_norm_` does, also where a stage of a pipeline trains no parameters.
+
+    Args:
+        parameters: See :func:`clip_grad_norm_`.
+        max_norm: See :func:`clip_grad_norm_`.
+        norm_type: See :func:`clip_grad_norm_`.
+        error_if_nonfinite: See :func:`clip_grad_norm_`.
+        pipeline: See :func:`get_total_norm`.
+    """
     _check_bound("max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _check_distributed(parameters)
-    total = get_total_norm(parameters, norm_type)
+    total = get_total_norm(parameters, norm_type, pipeline=pipeline)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped."
@@ -79,29 +102,44 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
 
 
 @torch.no_grad()
-def get_total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def get_total_norm(
+    parameters: Iterable[Tensor], norm_type: float = 2.0, *, pipeline: PipelineRanks | None = None
+) -> Tensor:
     """Return the norm of all gradients together.
 
     Each element counts once, even if several ranks hold a copy. Norms are accumulated in float32. For all parameters
     that are sharded over the same mesh axes, only one scalar is reduced over the ranks. With replicas (HSDP), the
     result is also sent from one replica to the others, because rounding may differ between replicas.
+
+    Args:
+        parameters: Parameters, sharded or not. Those without a gradient are skipped.
+        norm_type: Order p of the norm; ``inf`` for the largest absolute value.
+        pipeline: Ranks over whose stages the norm is taken. None for those that
+            :func:`~lightning_fsdp2.modules.stages.set_pipeline_ranks` has set on the parameters, if any.
     """
     parameters = list(parameters)
+    pipeline = pipeline or get_optional_pipeline_ranks(parameters)
+    if pipeline is not None:
+        parameters = [parameter for parameter in parameters if parameter not in pipeline.elsewhere]
     _reduce_partial(parameters)
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     copies: dict[dist.ProcessGroup, None] = {}
-    device = None
+    device = None if pipeline is None else pipeline.device
     for parameter in parameters:
         if (gradient := parameter.grad) is None:
             continue
         spread, copied = _split_axes(gradient)
         groups.setdefault(spread, []).append(_to_local(gradient))
         copies.update(dict.fromkeys(copied))
-        device = groups[spread][-1].device
+        device = groups[spread][-1].device if device is None else device
     if device is None:
         return torch.tensor(0.0)
     powers = [_reduce_power(_local_power(gradients, norm_type), key, norm_type) for key, gradients in groups.items()]
-    total = _root(_combine(torch.stack([power.to(device) for power in powers]), norm_type), norm_type)
+    zero = torch.zeros((), device=device)
+    power = _combine(torch.stack([zero, *(power.to(device) for power in powers)]), norm_type)
+    if pipeline is not None:
+        power = _reduce_power(power, (pipeline.group,), norm_type)
+    total = _root(power, norm_type)
     for group in copies:
         if not any(group in spread for spread in groups):
             # replicas may sum the same numbers in different orders. If their norms differed in the last bit, so would
@@ -140,30 +178,45 @@ def defer_grad_sync(model: nn.Module, *, reduce_scatter: bool = False) -> Iterat
             all-reduce over the replicas (HSDP). Under Megatron-FSDP, ``zero_dp_strategy`` decides instead.
     """
     modules = get_fsdp_modules(model)
-    for module in modules:
-        ensure_gathered_once(module)
-
-    def set_sync(enabled: bool) -> None:
-        for module in modules:
-            if reduce_scatter:
-                module.set_requires_all_reduce(enabled, recurse=False)
-            else:
-                module.set_requires_gradient_sync(enabled, recurse=False)
-
     sharder = get_optional_sharder(model)
-    set_sync(False)
     # The unreduced gradients of several parameters may share memory. A backward that adds to one of these gradients in
     # place would also change the others. So in the `with` block, these hooks copy shared gradients before each forward.
     tops = cast(list[nn.Module], modules[:1])
     hooks = [top.register_forward_pre_hook(lambda *_: separate_unreduced_gradients(modules)) for top in tops]
     try:
-        with sharder.defer_sync() if sharder is not None else nullcontext():
+        with (
+            defer_unit_sync(modules, reduce_scatter=reduce_scatter),
+            sharder.defer_sync() if sharder is not None else nullcontext(),
+        ):
             yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def defer_unit_sync(units: Sequence[FSDPModule], *, reduce_scatter: bool = False) -> Iterator[None]:
+    """Keep the gradients of FSDP2 units unsynchronised inside the ``with`` block; see :func:`defer_grad_sync`.
+
+    If several backwards run inside the block, call
+    :func:`~lightning_fsdp2.compat.fsdp.separate_unreduced_gradients` between them.
+    """
+    for unit in units:
+        ensure_gathered_once(unit)
+
+    def set_sync(enabled: bool) -> None:
+        for unit in units:
+            if reduce_scatter:
+                unit.set_requires_all_reduce(enabled, recurse=False)
+            else:
+                unit.set_requires_gradient_sync(enabled, recurse=False)
+
+    set_sync(False)
+    try:
+        yield
+    finally:
         # copy shared gradients once more, because the first backward after the block adds to the unreduced gradients
-        separate_unreduced_gradients(modules)
+        separate_unreduced_gradients(units)
         set_sync(True)
 
 

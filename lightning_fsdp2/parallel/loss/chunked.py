@@ -26,6 +26,7 @@ from lightning_fsdp2.modules.structure import (
     get_optional_head,
     is_hf_model,
 )
+from lightning_fsdp2.modules.stubs import is_head_elsewhere
 from lightning_fsdp2.parallel.loss.cross_entropy import keep_logits_sharded, token_cross_entropy
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 
@@ -110,6 +111,8 @@ def compute_chunked_token_losses(
         ValueError: If the model does not call its head exactly once for all positions of ``labels``, if the head has a
             forward hook, which would get losses instead of logits, or if FSDP2 gathers parts of the head separately.
     """
+    if is_head_elsewhere(get_hf_models(model)[0]):
+        return compute_logits()  # the step ends in this call, because a later pipeline stage computes the losses
     hf_model, head = _get_model_and_head(model)
     if any(not (hook.__module__ or "").startswith(_HOOKS) for hook in get_forward_hooks(head)):
         raise _make_error(hf_model, "a forward hook on its head would get losses instead of logits")

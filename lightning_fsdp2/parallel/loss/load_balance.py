@@ -30,24 +30,17 @@ class LoadBalance:
     """Number of tokens with a label in the micro-batch, on all ranks. [] float64."""
 
 
-def compute_load_balance(
-    router_logits: Sequence[Tensor],
-    top_k: int,
-    label_tokens: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> LoadBalance:
-    """Compute the auxiliary loss over the tokens of all ranks, as transformers' ``load_balancing_loss_func`` does.
-
-    This needs one all-reduce of two numbers per expert. The CPU does not wait for the device.
+def sum_routing(router_logits: Sequence[Tensor], top_k: int, *, attention_mask: Tensor | None = None) -> Tensor:
+    """Sum what the auxiliary loss needs to know of this rank's tokens over the layers.
 
     Args:
         router_logits: Logits of the router of each layer [tokens, experts].
         top_k: Number of experts that each token is sent to.
-        label_tokens: Number of this rank's tokens with a label, as a scalar tensor.
         attention_mask: 1 for tokens and 0 for padding, which is left out [batch, sequence]. None for no padding.
-        group: Data and context parallel ranks, whose tokens form the micro-batch. None for one process.
+
+    Returns:
+        For each expert the number of tokens that it gets, then for each expert the sum of its probabilities, which has
+        a gradient, and then the number of tokens. [2 * experts + 1] float64.
     """
     experts = router_logits[0].size(-1)
     zeros = router_logits[0].new_zeros(experts, dtype=torch.float64)
@@ -59,7 +52,24 @@ def compute_load_balance(
         counts = counts.scatter_add(0, chosen.flatten(), is_token.repeat_interleave(top_k))
         probabilities = probabilities + (routed * is_token.unsqueeze(-1)).sum(0)
         tokens = tokens + is_token.sum()
-    totals = torch.cat([counts, probabilities.detach(), torch.stack([tokens, label_tokens.double()])])
+    return torch.cat([counts, probabilities, tokens.unsqueeze(0)])
+
+
+def compute_load_balance(
+    routing: Tensor, label_tokens: Tensor, *, group: dist.ProcessGroup | None = None
+) -> LoadBalance:
+    """Compute the auxiliary loss over the tokens of all ranks, as transformers' ``load_balancing_loss_func`` does.
+
+    This needs one all-reduce of two numbers per expert. The CPU does not wait for the device.
+
+    Args:
+        routing: Sums over all layers; see :func:`sum_routing`.
+        label_tokens: Number of this rank's tokens with a label, as a scalar tensor.
+        group: Data and context parallel ranks, whose tokens form the micro-batch. None for one process.
+    """
+    experts = routing.numel() // 2
+    probabilities = routing[experts:-1]
+    totals = torch.cat([routing.detach(), label_tokens.double().unsqueeze(0)])
     if group is not None:
         dist.all_reduce(totals, group=group)
     loads, all_probabilities, (all_tokens, all_labels) = totals[:experts], totals[experts:-2], totals[-2:]

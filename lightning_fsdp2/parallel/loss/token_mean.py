@@ -185,6 +185,20 @@ def drop_token_windows(module: nn.Module) -> None:
         submodule.__dict__.pop(_WINDOW_ATTRIBUTE, None)
 
 
+def find_token_windows(module: nn.Module) -> dict[str, TokenWindow]:
+    """Return the running sums of :func:`token_mean_loss` for ``module`` and all modules in it, by the module's name."""
+    return {
+        name: submodule.__dict__[_WINDOW_ATTRIBUTE]
+        for name, submodule in module.named_modules()
+        if _WINDOW_ATTRIBUTE in submodule.__dict__
+    }
+
+
+def set_token_window(module: nn.Module, name: str, window: TokenWindow) -> None:
+    """Set the running sums of :func:`token_mean_loss` for the submodule ``name`` of ``module``."""
+    module.get_submodule(name).__dict__[_WINDOW_ATTRIBUTE] = window
+
+
 def _add_to_window(module: nn.Module, loss_sum: Tensor, tokens: Tensor) -> None:
     window: TokenWindow | None = module.__dict__.get(_WINDOW_ATTRIBUTE)
     if window is None:

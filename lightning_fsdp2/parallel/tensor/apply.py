@@ -1,7 +1,7 @@
 """Entry point of tensor and sequence parallelism, which finds each model's plan, checks it, and shards the model."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,6 +50,14 @@ from lightning_fsdp2.parallel.tensor.verification import LayerVerification
 from lightning_fsdp2.ranks.collectives import Kind
 from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
 from lightning_fsdp2.ranks.random_state import share_random_state
+
+_STACK_ATTRIBUTE = "_lightning_fsdp2_stack"
+
+
+def get_optional_stack(layers: Sequence[nn.Module]) -> Stack | None:
+    """Return the sequence parallel stack of ``layers``, or None if their activations are not sharded."""
+    stack: Stack | None = layers[0].__dict__.get(_STACK_ATTRIBUTE)
+    return stack
 
 
 def apply_tensor_parallel(
@@ -256,6 +264,7 @@ def _install_stack(
         )
         wrap_method(layer, stacked.run)
     wrap_method(layers[0], stack.run_first, "__call__")
+    layers[0].__dict__[_STACK_ATTRIBUTE] = stack
     around = [hf_model for hf_model in model.parts.hf_models if layers[0] in set(hf_model.modules())]
     wrap_method(around[-1] if around else model.module, stack.run_model)
     return stack

@@ -73,6 +73,21 @@ class Stack:
             )
         return hidden.get_whole() if isinstance(hidden, PendingSum) else hidden
 
+    def resume(self, hidden: Tensor) -> None:
+        """Continue a forward whose first layers run on an earlier pipeline stage.
+
+        Args:
+            hidden: Tensor of the shape of whole hidden states. What the earlier stage sends is this rank's part of
+                them, unless the sequence is not divisible by the number of ranks; see :meth:`open`.
+        """
+        ranks, self.whole = self.group.size(), hidden.size(self.stream_dim)
+        self.local = self.whole // ranks if self.whole % ranks == 0 else 0
+        self.is_open = True
+
+    def pause(self) -> None:
+        """Leave the hidden states as they are, because the next layers run on a later pipeline stage."""
+        self.is_open = False
+
     def run_first(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the first layer with this rank's part of the sequence.
 

@@ -6,7 +6,7 @@ any number of repetitions.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,9 +115,6 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
             named by their distance from the first or the last repetition. Such names fit models of any length, as
             :func:`extrapolate` needs.
     """
-    counts: Counter[Operation] = Counter()
-    for operation in recording.operations:
-        counts[replace(operation, times=1)] += operation.times
     places = _get_places(repetitions)
     peaks: Counter[str] = Counter()
     current = 0
@@ -133,8 +130,15 @@ def summarize(recording: Recording, repetitions: Sequence[Sequence[str]] = ()) -
         what, _, block = part.rpartition(" ")
         for name in [f"{what} {place}" for place in places[block]] if block in places else [part]:
             peaks[name] = max(peaks[name], highest)
-    operations = [replace(operation, times=count) for operation, count in counts.items()]
-    return Summary(operations, dict(peaks), estimate_reserved(recording))
+    return Summary(count_equal(recording.operations), dict(peaks), estimate_reserved(recording))
+
+
+def count_equal(operations: Iterable[Operation]) -> list[Operation]:
+    """Return each kind of operation once, with the number of times that it runs."""
+    counts: Counter[Operation] = Counter()
+    for operation in operations:
+        counts[replace(operation, times=1)] += operation.times
+    return [replace(operation, times=count) for operation, count in counts.items()]
 
 
 def _get_places(repetitions: Sequence[Sequence[str]]) -> dict[str, list[str]]:

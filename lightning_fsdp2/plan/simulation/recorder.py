@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.torch import TorchDispatchMode, get_schema, is_traceable_wrapper_subclass_type, tree_leaves
 from lightning_fsdp2.compat.torch_simulation import get_process_group, observe_resizes, surround_shape_propagation
+from lightning_fsdp2.parallel.pipeline.schedule import Action
 from lightning_fsdp2.plan.simulation.flops import get_optional_flop_formula
 from lightning_fsdp2.sizes import (
     CONTEXT_PARALLEL,
@@ -29,6 +30,7 @@ from lightning_fsdp2.sizes import (
     DP_SHARD_CP,
     EFSDP,
     EXPERT_PARALLEL,
+    PIPELINE_PARALLEL,
     TENSOR_PARALLEL,
 )
 
@@ -66,6 +68,8 @@ _KINDS = {
     "broadcast_": "broadcast",
     "alltoall_base_": "all-to-all",
     "alltoall_": "all-to-all",
+    "send": "send",
+    "recv_": "receive",
     # operations in `_c10d_functional`, which DTensor calls
     "all_gather_into_tensor": "all-gather",
     "all_gather_into_tensor_out": "all-gather",
@@ -76,6 +80,9 @@ _KINDS = {
     "broadcast": "broadcast",
     "all_to_all_single": "all-to-all",
 }
+TRANSFERS = ("send", "receive")
+"""Kinds of collectives that are calls of one rank of two."""
+
 _NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -118,6 +125,7 @@ _AXES = (
     DP_CP,
     DATA_PARALLEL,
     CP_TP,
+    PIPELINE_PARALLEL,
 )
 _AXES_OF_UNITS = (DP_SHARD, DP_SHARD_CP, EFSDP, DP_REPLICATE)
 """Axes in the order of preference for naming a collective. Several axes can consist of the same ranks: without context
@@ -139,8 +147,8 @@ class Collective:
     """One call of a collective operation."""
 
     kind: str
-    """Name: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, or torch's
-    own name."""
+    """Name: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"broadcast"``, ``"send"``,
+    ``"receive"``, or torch's own name."""
 
     group: Group
 
@@ -237,6 +245,9 @@ class Recording:
     phases: list[tuple[int, str]]
     """Moments at which ``"forward"``, ``"backward"`` and ``"optimizer"`` begin, with these names."""
 
+    actions: list[tuple[int, int, Action]] = field(default_factory=list)
+    """Moments at which the actions of a pipeline begin and end, with these actions. Empty without a pipeline."""
+
     @cached_property
     def collectives(self) -> list[Collective]:
         """Collectives in the order of their calls. The collectives of identical micro-batches appear once."""
@@ -274,6 +285,7 @@ class StepRecorder(TorchDispatchMode):
         self._changes: list[tuple[int, Allocation, int]] = []
         self._marks: list[tuple[int, str]] = []
         self._phases: list[tuple[int, str]] = []
+        self._actions: list[tuple[int, int, Action]] = []
         self._live: dict[int, Allocation] = {}
         self._kinds: dict[Any, _OperationKind] = {}
         self._blocks = ExitStack()
@@ -350,6 +362,13 @@ class StepRecorder(TorchDispatchMode):
             if allocation.phase == phase:
                 _set_category(allocation, category)
 
+    @contextmanager
+    def record_action(self, action: Action) -> Iterator[None]:
+        """Record that the block performs an action of a pipeline."""
+        begin = len(self._operations)
+        yield
+        self._actions.append((begin, len(self._operations), action))
+
     def get_recording(self) -> Recording:
         """Return the recording so far."""
         numbers: dict[Allocation, int] = {}
@@ -357,7 +376,7 @@ class StepRecorder(TorchDispatchMode):
             MemoryChange(moment, allocation.category, size, numbers.setdefault(allocation, len(numbers)))
             for moment, allocation, size in self._changes
         ]
-        return Recording(self._operations, changes, self._marks, self._phases)
+        return Recording(self._operations, changes, self._marks, self._phases, self._actions)
 
     def _read(self, kind: "_OperationKind", args: Any, kwargs: Any, result: Any) -> Operation:
         tensors = _get_tensors((args, kwargs))
@@ -370,6 +389,7 @@ class StepRecorder(TorchDispatchMode):
         group = self._groups.get(get_process_group(values).group_name, _OTHER)
         allocations = [self._live.get(id(tensor.untyped_storage())) for tensor in tensors]
         is_of_unit = any(a is not None and a.category == COMMUNICATION_BUFFERS for a in allocations)
+        is_of_unit &= kind.collective not in TRANSFERS
         size = max(_count_bytes(_get_tensors(value)) for value in (*values, result))
         return Operation(0, 0, None, Collective(kind.collective, group, is_of_unit, size), times=self.times)
 

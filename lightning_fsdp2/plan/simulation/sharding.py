@@ -4,7 +4,10 @@ The model is built on the meta device, as on rank 0 of a simulated world, and sh
 """
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,14 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_fsdp2.config import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.managers import FSDP2Manager
 from lightning_fsdp2.managers.dtypes import get_dtypes
-from lightning_fsdp2.mesh import AxisNames, get_fsdp_mesh, get_mesh, get_mesh_axes, get_optional_mesh
+from lightning_fsdp2.mesh import get_fsdp_mesh, get_mesh, get_optional_mesh
+from lightning_fsdp2.mesh_axes import AxisNames, get_mesh_axes
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure, get_class_name
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
+from lightning_fsdp2.plan.workers import run_in_processes
 from lightning_fsdp2.recipes.fsdp2 import maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_class_from_path
-from lightning_fsdp2.sizes import DP_REPLICATE, EFSDP, EXPERT_PARALLEL, TENSOR_PARALLEL
+from lightning_fsdp2.sizes import DP_REPLICATE, EFSDP, EXPERT_PARALLEL, PIPELINE_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 
 if TYPE_CHECKING:
@@ -62,10 +67,16 @@ class UnitDescription:
     is_inner: bool = False
     """Whether the unit lies inside the unit before it, as experts do under expert parallelism."""
 
+    pipeline_rank: int = 0
+    """Pipeline rank that holds the unit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Sharding of a model over a mesh. Sizes in bytes are those on rank 0, which are the largest."""
+    """Sharding of a model over a mesh.
+
+    Sizes in bytes are those on the first rank, or on the first rank of each pipeline rank. No other rank holds more.
+    """
 
     model: str
     strategy: str
@@ -83,15 +94,19 @@ class Description:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Totals of the model: the numbers of ranks and parameters, and the bytes on rank 0."""
-        parameters = [parameter for unit in self.units for parameter in unit.parameters]
-        trained = [parameter for parameter in parameters if parameter.is_trained]
+        """Totals of the model: the numbers of ranks and parameters, and the bytes on the rank that holds the most."""
+        # two pipeline ranks may hold copies of a tied parameter
+        parameters = {parameter.name: parameter for unit in self.units for parameter in unit.parameters}.values()
+        weights, gradients = Counter[int](), Counter[int]()
+        for unit in self.units:
+            weights[unit.pipeline_rank] += sum(parameter.shard_bytes for parameter in unit.parameters)
+            gradients[unit.pipeline_rank] += sum(p.shard_bytes for p in unit.parameters if p.is_trained)
         return {
             "ranks": math.prod(self.mesh.values()),
             "parameters": sum(math.prod(parameter.shape) for parameter in parameters),
-            "trained_parameters": sum(math.prod(parameter.shape) for parameter in trained),
-            "weight_bytes": sum(parameter.shard_bytes for parameter in parameters),
-            "gradient_bytes": sum(parameter.shard_bytes for parameter in trained),
+            "trained_parameters": sum(math.prod(p.shape) for p in parameters if p.is_trained),
+            "weight_bytes": max(weights.values(), default=0),
+            "gradient_bytes": max(gradients.values(), default=0),
             "largest_gathered_bytes": max((unit.gathered_bytes for unit in self.units), default=0),
         }
 
@@ -123,7 +138,19 @@ def describe(trainer: "Trainer", module: "LightningModule", *, world_size: int) 
             f"describe supports the strategies of lightning_fsdp2, not {type(strategy).__name__}; use one of them,"
             " such as trainer.strategy=fsdp2."
         )
-    with build_model(trainer, module, world_size=world_size, num_nodes=trainer.num_nodes) as mesh:
+    pipeline_ranks = strategy.asked_sizes.resolve(world_size=world_size, num_nodes=trainer.num_nodes).pp
+    describe_rank = partial(_describe_rank, trainer, module, world_size)
+    if pipeline_ranks == 1:
+        return describe_rank(0)
+    tasks = [partial(describe_rank, place * world_size // pipeline_ranks) for place in range(pipeline_ranks)]
+    stages = [description for _, description in sorted(run_in_processes(tasks), key=itemgetter(0))]
+    units = [replace(unit, pipeline_rank=place) for place, stage in enumerate(stages) for unit in stage.units]
+    return replace(stages[0], units=units)
+
+
+def _describe_rank(trainer: Any, module: Any, world_size: int, rank: int) -> Description:
+    strategy = trainer.strategy
+    with build_model(trainer, module, world_size=world_size, num_nodes=trainer.num_nodes, rank=rank) as mesh:
         strategy.precision_plugin.convert_module(module)
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             raise TypeError(
@@ -150,7 +177,7 @@ def describe_sharded(
     return Description(
         model=_get_model_name(structure),
         strategy=type(strategy).__name__,
-        mesh=dict(zip(cast(Any, mesh).mesh_dim_names, mesh.shape, strict=True)),
+        mesh=_get_sizes(mesh),
         precision={role: _get_name(dtype) for role, dtype in dtypes.items()},
         units=_describe_units(module, mesh, _get_units(structure, strategy.config, mesh), dtypes["gathered"]),
         notes=_get_notes(strategy.config, mesh),
@@ -299,6 +326,13 @@ def _get_model_name(structure: ModelStructure) -> str:
     name, models = get_class_name(structure.root), [parts.module for parts in structure.models]
     inner = [get_class_name(model) for model in models if model != structure.root]
     return f"{name} ({', '.join(inner)})" if inner else name
+
+
+def _get_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the size of each axis. The pipeline axis is left out if there is one stage."""
+    pipeline = get_optional_mesh(mesh, PIPELINE_PARALLEL)
+    sizes = dict(zip(cast(Any, mesh).mesh_dim_names, mesh.shape, strict=True))
+    return sizes if pipeline is None else {PIPELINE_PARALLEL: pipeline.size(), **sizes}
 
 
 def _get_expert_sizes(mesh: DeviceMesh) -> dict[str, int]:

@@ -30,6 +30,8 @@ from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.mesh import get_mesh, get_views
 from lightning_fsdp2.modules.structure import find_structure, get_class_name
 from lightning_fsdp2.parallel.context.forward import assume_documents
+from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline
+from lightning_fsdp2.parallel.pipeline.run import PipelineRun
 from lightning_fsdp2.plan.simulation.even_routing import assume_even_routing
 from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
 from lightning_fsdp2.plan.simulation.model import build_model
@@ -44,8 +46,16 @@ from lightning_fsdp2.plan.simulation.recorder import (
     StepRecorder,
 )
 from lightning_fsdp2.plan.simulation.sharding import Description, describe_sharded
+from lightning_fsdp2.plan.simulation.stages import (
+    Boundary,
+    get_boundary,
+    get_layers,
+    record_actions,
+    simulate_neighbours,
+)
 from lightning_fsdp2.sizes import EFSDP, EXPERT_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.strategies import DDPStrategy, FSDP2Strategy
+from lightning_fsdp2.strategies.pipelining import check_pipelining
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -62,7 +72,13 @@ class Simulation:
     description: Description
     recording: Recording
     is_even: bool
-    """Whether all ranks hold shards of the same sizes."""
+    """Whether all ranks, or all ranks of a pipeline stage, hold shards of the same sizes."""
+
+    layers: tuple[int, ...] = ()
+    """Number of layers of each pipeline stage; empty without pipeline parallelism."""
+
+    boundary: Boundary | None = None
+    """Boundary between the pipeline's stages; None without pipeline parallelism."""
 
 
 def simulate(
@@ -74,6 +90,7 @@ def simulate(
     num_nodes: int = 1,
     rank: int = 0,
     load: int = 1,
+    boundary: Boundary | None = None,
     change: Callable[[nn.Module], None] = lambda module: None,
 ) -> Simulation:
     """Simulate an optimizer step on one of ``world_size`` ranks, after a first step that creates the optimizer states.
@@ -88,6 +105,7 @@ def simulate(
         num_nodes: Number of nodes. With ``dp_replicate_size="auto"``, there is one replica per node.
         rank: Rank to simulate.
         load: Number of tokens that this rank's experts get in every layer, as a multiple of the number at even routing.
+        boundary: Boundary that the simulation of the first pipeline rank has seen. None for the first rank.
         change: Function that is called with ``module`` after the model is built and before it is sharded.
 
     Raises:
@@ -102,10 +120,13 @@ def simulate(
     replace_manager(strategy, mode)
     with packed, build_model(trainer, module, world_size=world_size, num_nodes=num_nodes, rank=rank) as mesh:
         _check_has_no_values(module)
+        if strategy.pp_size > 1:
+            check_pipelining(trainer)
         change(module)
         dtypes = get_dtypes(strategy.manager, module)
         strategy.setup_module()
         assume_even_routing(module, load=load)
+        pipeline = simulate_neighbours(strategy, module, boundary)
         is_even = _is_even(module)
         description = describe_sharded(strategy, module, mesh, dtypes)
         with mode, _explain_dependence_on_data(module):
@@ -118,13 +139,15 @@ def simulate(
             # run two steps with DDP before recording, because DDP rebuilds its gradient buckets in the second step
             for _ in range(2 if isinstance(strategy, DDPStrategy) else 1):
                 _run_step(trainer, fake_batch, micro_batches=1)
-            recording = _record_step(trainer, module, fake_batch, mesh)
+            recording = _record_step(trainer, module, fake_batch, mesh, pipeline)
     if all(name != "backward" for _, name in recording.phases):
         raise ValueError(
             f"{get_class_name(module)}: its step runs no backward, so there is nothing to plan; return a loss from"
             " training_step, or call manual_backward."
         )
-    return Simulation(description, recording, is_even)
+    if pipeline is None:
+        return Simulation(description, recording, is_even)
+    return Simulation(description, recording, is_even, get_layers(pipeline), get_boundary(pipeline))
 
 
 def describe_model(trainer: "Trainer", module: "LightningModule", *, world_size: int, num_nodes: int) -> str:
@@ -182,10 +205,12 @@ def _choose_foreach(optimizers: list[Optimizer]) -> None:
                 group["foreach"] = True
 
 
-def _record_step(trainer: Any, module: Any, batch: Any, mesh: DeviceMesh) -> Recording:
+def _record_step(trainer: Any, module: Any, batch: Any, mesh: DeviceMesh, pipeline: PipelineRun | None) -> Recording:
     with StepRecorder(_get_groups(mesh), _get_vocabulary(module, mesh)) as recorder:
         _label_state(recorder, module, trainer.optimizers, batch)
         recorder.label(get_buckets(trainer.strategy), COMMUNICATION_BUFFERS)
+        if pipeline is not None:
+            record_actions(pipeline, recorder)
         with _mark_blocks(recorder, module):
             _run_step(trainer, batch, micro_batches=_MICRO_BATCHES, recorder=recorder)
         return recorder.get_recording()
@@ -229,6 +254,8 @@ class _Phases(Callback):
         self._recorder = recorder
 
     def on_before_backward(self, trainer: "Trainer", pl_module: "LightningModule", loss: Tensor) -> None:
+        if get_optional_pipeline(pl_module) is not None:
+            return  # its backwards have run in the training step
         self._recorder.label_rest(ACTIVATIONS, phase="forward")
         self._recorder.begin("backward", part=self._recorder.part.replace("forward", "backward"))
 

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from lightning_fsdp2.plan.simulation.recorder import Collective, Group, Operation
+from lightning_fsdp2.plan.simulation.recorder import TRANSFERS, Collective, Group, Operation
 from lightning_fsdp2.plan.timing.devices import Device
 from lightning_fsdp2.sizes import DP_REPLICATE
 
@@ -35,15 +35,18 @@ class StepTime:
     overlappable: float
     """Seconds of collectives that can overlap with computation: all-gathers of weights, reductions of gradients."""
 
+    waiting: float = 0.0
+    """Seconds in which a pipeline parallel rank has nothing to compute, because it waits for other ranks."""
+
     @property
     def shortest(self) -> float:
         """Step time in seconds if all collectives that can overlap with computation do so."""
-        return max(self.compute + self.exposed, self.overlappable)
+        return max(self.compute + self.exposed, self.overlappable) + self.waiting
 
     @property
     def longest(self) -> float:
         """Step time in seconds if nothing overlaps."""
-        return self.compute + self.exposed + self.overlappable
+        return self.compute + self.exposed + self.overlappable + self.waiting
 
 
 def get_step_time(
@@ -54,6 +57,8 @@ def get_step_time(
     as_reached: bool = False,
 ) -> StepTime:
     """Add up the times of all operations of a step.
+
+    Transfers between pipeline parallel ranks do not count, because their time is part of the time that ranks wait.
 
     Args:
         operations: Operations of one rank.
@@ -66,6 +71,8 @@ def get_step_time(
         seconds = get_seconds(operation, device, as_reached=as_reached) * operation.times
         if operation.collective is None:
             compute += seconds
+        elif operation.collective.kind in TRANSFERS:
+            continue
         elif operation.collective.is_of_unit or operation.collective.axis in overlapped_axes:
             overlappable += seconds
         else:
@@ -113,6 +120,8 @@ def _get_collective_seconds(collective: Collective, device: Device) -> float:
     ranks = len(collective.group.ranks)
     if ranks < 2:
         return 0.0
+    if collective.kind in TRANSFERS:
+        return get_transfer_seconds(collective.bytes, collective.group, device)
     if collective.kind == "all-to-all":
         return _get_all_to_all_seconds(collective, device)
     share = (ranks - 1) / ranks
@@ -125,6 +134,11 @@ def _get_all_to_all_seconds(collective: Collective, device: Device) -> float:
     on_node = ranks / _count_nodes(collective.group, device)
     seconds_per_byte = max((on_node - 1) / device.link_bandwidth, (ranks - on_node) / device.network_bandwidth)
     return collective.bytes / ranks * seconds_per_byte
+
+
+def get_transfer_seconds(size: int, group: Group, device: Device) -> float:
+    """Return the time in which one rank of ``group`` sends ``size`` bytes to the next, which may be on another node."""
+    return size / (device.link_bandwidth if _count_nodes(group, device) == 1 else device.network_bandwidth)
 
 
 def _count_nodes(group: Group, device: Device) -> int:

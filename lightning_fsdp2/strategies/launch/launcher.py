@@ -1,7 +1,9 @@
 """Launcher for ``python script.py``. A node's first process starts the node's other ranks. When it ends, they end."""
 
 import atexit
+import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +18,8 @@ from typing_extensions import override
 
 from lightning_fsdp2.compat.lightning import SubprocessScriptLauncher
 from lightning_fsdp2.strategies.launch import end_with_parent
+
+logger = logging.getLogger(__name__)
 
 _LAUNCHED = "LIGHTNING_FSDP2_LAUNCHED"
 """Environment variable that this launcher sets in each process that it starts."""
@@ -65,12 +69,22 @@ class RankLauncher(SubprocessScriptLauncher):
         finally:
             module.subprocess = subprocess
         RankLauncher.has_started = True
+        for local_rank, process in enumerate(self.procs, start=1):
+            rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
+            # a daemon, so that it does not keep this process from ending
+            threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
         atexit.register(self._wait_for_ranks)
 
     @override
     def kill(self, signum: Any) -> None:
         self._has_killed = True
         super().kill(signum)
+
+    def _report_end(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        """Wait until a rank has ended, and name it if a signal from elsewhere killed it, so that it left no message."""
+        code = process.wait()
+        if code < 0 and not self._has_killed:
+            logger.error("Rank %d (process %d) was killed by %s.", rank, process.pid, signal.Signals(-code).name)
 
     def _wait_for_ranks(self) -> None:
         """Wait until the other ranks have also reached the end of the script. After an error, wait only briefly."""

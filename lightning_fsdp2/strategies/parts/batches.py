@@ -58,7 +58,7 @@ class Batches:
             return
         self._checked.add((stage, dataloader_idx))
         # compare over all ranks, not only in this rank's replica, so that every rank raises the error
-        fingerprints = [(0, "")] * world.mesh.size()
+        fingerprints = [(0, "")] * world.size
         own = (world.data_parallel_rank, get_batch_fingerprint(batch))
         dist.all_gather_object(fingerprints, own, group=world.control_group)
         if len(set(fingerprints)) > world.data_parallel_size:

@@ -88,7 +88,8 @@ class Checkpoints:
     def connect(self, device: torch.device) -> None:
         """Give the checkpoint plugin this rank's device and the run's process groups. The groups must already exist."""
         thread_group = get_group("checkpoint thread", self._world.timeout) if self.config.async_save else None
-        self.io.connect(self.config, device, cast(Any, self._world.control_group), thread_group)
+        world = self._world
+        self.io.connect(self.config, device, cast(Any, world.control_group), thread_group, world.pipeline_control)
 
     def begin_stage(self, trainer: "Trainer") -> None:
         """Wait for the last save to end, and prepare for a stage of the Trainer.
@@ -143,7 +144,8 @@ class Checkpoints:
         state = module.state_dict()
         if not self.config.frozen_parameters:
             state = leave_out_frozen(module, state)
-        return gather_state(state) if self.config.format == "full" else state
+        whole = self.config.format == "full"
+        return gather_state(state, pipeline=self._world.pipeline_control) if whole else state
 
     def get_optimizer_state(self, module: "LightningModule", optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, in which parameters are identified by names instead of numbers."""
@@ -200,7 +202,7 @@ class Checkpoints:
         return {
             DESCRIPTIONS_KEY: describe_hf_models(module, tokenizer),
             "mesh": self._world.axis_sizes,
-            "world_size": self._world.mesh.size(),
+            "world_size": self._world.size,
             "strategy": type(strategy).__name__,
             "precision": str(strategy.precision_plugin.precision),
             "lightning": lightning.__version__,

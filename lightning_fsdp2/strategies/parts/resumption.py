@@ -73,7 +73,7 @@ class Resumption:
         """Gather the random states, data loader positions and token counts of all ranks."""
         world = self._world
         own = (world.data_parallel_rank, get_random_state(device), _get_loader_states(checkpoint))
-        everyone = [own] * world.mesh.size()
+        everyone = [own] * world.size
         dist.all_gather_object(everyone, own, group=world.control_group)
         return {
             "mesh": world.axis_sizes,
@@ -124,7 +124,7 @@ class Resumption:
         if changed:
             rank_zero_warn(
                 f"The checkpoint holds {' and '.join(changed)}, which cannot be mapped to this run's"
-                f" {world.mesh.size()} ranks (mesh {world.axis_sizes}, {world.data_parallel_size} data parallel ranks);"
+                f" {world.size} ranks (mesh {world.axis_sizes}, {world.data_parallel_size} data parallel ranks);"
                 f" they are dropped: {' and '.join(lost)} start over."
             )
 
@@ -135,7 +135,7 @@ class Resumption:
         saved on a different mesh may break this rule.
         """
         if mesh is None:  # older checkpoints do not record the mesh
-            return ranks == self._world.mesh.size() and self._world.replica_group.size() == 1
+            return ranks == self._world.size and self._world.replica_group.size() == 1
         return mesh == self._world.axis_sizes
 
     def resume(self, trainer: "Trainer", device: torch.device) -> None:

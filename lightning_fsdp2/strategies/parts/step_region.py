@@ -61,11 +61,13 @@ class StepRegion:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Run a block that every rank enters, such as a training step, without checking the forwards in the block."""
+        depth = self._depth
         self._depth += 1
         try:
             yield
         finally:
-            self._depth -= 1
+            # not `-= 1`, because torch runs no exit hook of a forward that a pipeline stage ends with a BaseException
+            self._depth = depth
 
     def watch(self, root: nn.Module) -> None:
         """Add hooks that check the forwards of the sharded modules in ``root`` outside of steps.

@@ -12,12 +12,20 @@ from torchmetrics import Metric
 from lightning_fsdp2.compat.lightning import set_device
 from lightning_fsdp2.modules.structure import find_metrics, get_modules
 from lightning_fsdp2.strategies.launch.process_groups import broadcast_coalesced
+from lightning_fsdp2.strategies.parts.world import World
 
 
 class SharedBuffers:
-    """List of a module's persistent buffers, such as BatchNorm statistics, which all ranks take from rank 0."""
+    """List of a module's persistent buffers, such as BatchNorm statistics, which all ranks take from rank 0.
 
-    def __init__(self) -> None:
+    With several pipeline stages, the ranks of each stage take them from the first rank of their stage.
+
+    Args:
+        world: The ranks of the run.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._owners: list[tuple[nn.Module, str]] = []
 
     def find(self, root: nn.Module) -> None:
@@ -32,7 +40,7 @@ class SharedBuffers:
     def share(self) -> None:
         """Broadcast the buffers from rank 0, as DDP does, because BatchNorm saw different batches on each rank."""
         buffers = [module._buffers.get(name) for module, name in self._owners]
-        broadcast_coalesced([buffer for buffer in buffers if buffer is not None])
+        broadcast_coalesced([buffer for buffer in buffers if buffer is not None], self._world.stage_group)
 
 
 def move_to_device(root: LightningModule, device: torch.device) -> None:

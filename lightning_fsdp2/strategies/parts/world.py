@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.config import DistributedConfig
-from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.mesh import get_extra_group, get_mesh, get_optional_mesh
+from lightning_fsdp2.mesh_axes import get_pipeline_control
 from lightning_fsdp2.ranks.coordination import gather_objects, get_group
-from lightning_fsdp2.sizes import CP_TP, DATA_PARALLEL, DP_CP, MeshSizes
+from lightning_fsdp2.sizes import CP_TP, DATA_PARALLEL, DP_CP, PIPELINE_PARALLEL, STAGE, MeshSizes
 from lightning_fsdp2.strategies.launch.process_groups import get_groups, init_process_group, reduce
 
 T = TypeVar("T")
@@ -37,16 +38,24 @@ class World:
             collectives of a step. None before :meth:`start`, and while :mod:`lightning_fsdp2.plan` simulates a run.
         data_group: Group of the ranks that read different data and hold the same part of each sequence and layer.
         loss_group: Group of the ranks whose losses add up to the loss of a step.
-        replica_group: Group of the ranks that read the same batch.
+        replica_group: Group of the ranks that read the same batch, in all pipeline stages.
+        stage_group: Group of the ranks of this pipeline stage, which are all ranks if there is one stage.
+        pipeline_group: Group of the ranks along the pipeline axis. None if there is one stage.
+        pipeline_control: CPU group of the same ranks, for messages from the host. None if there is one stage, and while
+            ``control_group`` is None.
     """
 
     data_group: dist.ProcessGroup
     loss_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
+    stage_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup | None
+    pipeline_control: dist.ProcessGroup | None
 
     def __init__(self, *, timeout: timedelta, rendezvous_timeout: timedelta) -> None:
         self._rendezvous_timeout = rendezvous_timeout
         self._mesh: DeviceMesh | None = None
+        self._pipeline_mesh: DeviceMesh | None = None
         self.timeout = timeout
         self.group_timeout = timeout
         self.sizes: MeshSizes | None = None
@@ -76,7 +85,14 @@ class World:
         # cache the groups, since slicing a mesh is slow with many ranks
         self.data_group = get_mesh(mesh, DATA_PARALLEL).get_group()
         self.loss_group = get_mesh(mesh, DP_CP).get_group()
-        self.replica_group = get_mesh(mesh, CP_TP).get_group()
+        self.replica_group = _get_replica_group(mesh)
+        pipeline = self._pipeline_mesh = get_optional_mesh(mesh, PIPELINE_PARALLEL)
+        self.stage_group = cast(Any, dist.group.WORLD) if pipeline is None else get_mesh(mesh, STAGE).get_group()
+        self.pipeline_group = self.pipeline_control = None
+        if pipeline is not None:
+            self.pipeline_group = pipeline.get_group()
+            if self.control_group is not None:
+                self.pipeline_control = get_pipeline_control(mesh)
 
     @property
     def has_mesh(self) -> bool:
@@ -85,15 +101,31 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The run's device mesh with all of its axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
+        """The device mesh of this rank's stage, with all axes; see :func:`~lightning_fsdp2.create_device_mesh`."""
         if self._mesh is None:
             raise RuntimeError("The strategy has no device mesh yet: the Trainer creates it in `setup`.")
         return self._mesh
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Size of each axis of the mesh, by name."""
-        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+        """Size of each axis of the mesh, by name. The pipeline axis is left out if there is one stage."""
+        sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+        return sizes if self.pipeline_size == 1 else {PIPELINE_PARALLEL: self.pipeline_size, **sizes}
+
+    @property
+    def size(self) -> int:
+        """Number of all ranks, in all pipeline stages."""
+        return self.pipeline_size * self.mesh.size()
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Index of this rank along the pipeline axis."""
+        return 0 if self._pipeline_mesh is None else self._pipeline_mesh.get_local_rank()
+
+    @property
+    def pipeline_size(self) -> int:
+        """Number of pipeline parallel ranks. The ranks along the pipeline axis read the same batch."""
+        return 1 if self._pipeline_mesh is None else self._pipeline_mesh.size()
 
     @property
     def data_parallel_rank(self) -> int:
@@ -104,6 +136,13 @@ class World:
     def data_parallel_size(self) -> int:
         """Number of ranks that read different data: replicas x shards."""
         return get_mesh(self.mesh, DATA_PARALLEL).size()
+
+    def get_stage_control(self) -> dist.ProcessGroup:
+        """Return the CPU group of the ranks of this pipeline stage. All of them must make the first call."""
+        if self.pipeline_size == 1:
+            return cast(Any, self.control_group)
+        ranks = get_mesh(self.mesh, STAGE).mesh.tolist()
+        return get_extra_group(self.mesh, "control of the stage", ranks, backend="gloo")
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
         """Change the timeout of collectives that start from now on. None restores the strategy's ``timeout``.
@@ -149,7 +188,7 @@ class World:
     def add_up_over_data(self, number: int) -> int:
         """Add up ``number`` on the host, over the ranks that read different data, and return the sum."""
         total = self._reduce_number(number, dist.ReduceOp.SUM)
-        return int(total) * self.data_parallel_size // self.mesh.size()
+        return int(total) * self.data_parallel_size // self.size
 
     def find_maximum(self, numbers: Any) -> Tensor:
         """Return the element-wise maximum of ``numbers`` over all ranks, as float64 on the host."""
@@ -172,3 +211,15 @@ class World:
         result = torch.tensor(number)
         dist.all_reduce(result, op=op, group=self.control_group)
         return int(result)
+
+
+def _get_replica_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of the ranks that read the same batch: those along ``cp_tp`` in each pipeline stage."""
+    own, pipeline = get_mesh(mesh, CP_TP), get_optional_mesh(mesh, PIPELINE_PARALLEL)
+    if pipeline is None:
+        return own.get_group()
+    if own.size() == 1:
+        return pipeline.get_group()
+    # the ranks of each stage are consecutive
+    shifts = [(stage - pipeline.get_local_rank()) * mesh.size() for stage in range(pipeline.size())]
+    return get_extra_group(mesh, "replica", [rank + shift for shift in shifts for rank in own.mesh.tolist()])

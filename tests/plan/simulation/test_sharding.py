@@ -45,19 +45,22 @@ NORMS_8B = 65 * 4096
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
+def make_trainer(strategy: Any, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        logger=False,
+        plugins=[LightningEnvironment()],
+        **options,
+    )
+
+
 def run_describe(
     strategy: Any, world_size: int, module: Any = None, *, precision: str = "32-true", num_nodes: int = 1
 ) -> Description:
     def run() -> Description:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            num_nodes=num_nodes,
-            precision=precision,
-            strategy=strategy,
-            logger=False,
-            plugins=[LightningEnvironment()],
-        )
+        trainer = make_trainer(strategy, num_nodes=num_nodes, precision=precision)
         with torch.device("meta"):
             model = module() if module else CausalLM(config=LLAMA_8B)
         description = describe(trainer, model, world_size=world_size)
@@ -123,6 +126,29 @@ def test_an_8b_model_on_512_ranks() -> None:
         "tensor_parallel": "dim 1",
     }
     assert placements["input_layernorm.weight"]["tensor_parallel"] == "whole"
+
+
+def test_each_pipeline_rank_holds_its_own_layers() -> None:
+    trainer = make_trainer(FSDP2Strategy(pp_size=2, config=FSDP2Config(pp_layers_per_stage=[1, 3])))
+    config = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 128, "tie_word_embeddings": True}
+    described = describe(trainer, CausalLM(config=config), world_size=4)
+    assert described.mesh["pipeline_parallel"] == 2
+    layers = [[name for name in unit.modules if "layers" in name] for unit in described.units]
+    places = {
+        name[0].rpartition(".")[2]: unit.pipeline_rank
+        for name, unit in zip(layers, described.units, strict=True)
+        if name
+    }
+    assert places == {"0": 0, "1": 1, "2": 1, "3": 1}
+    # both ends hold the tied embedding, which is one parameter
+    whole = sum(parameter.numel() for parameter in make_causal_lm(config).parameters())
+    assert described.totals["parameters"] == whole
+    held = [sum(unit.shard_bytes for unit in described.units if unit.pipeline_rank == place) for place in range(2)]
+    assert described.totals["weight_bytes"] == max(held)
+    assert sum(held) == 2 * (whole + config["vocab_size"] * config["hidden_size"])  # of 4 bytes, on two ranks each
+    table = "\n".join(get_table(described))
+    assert "Pipeline rank" in table
+    assert "layers.1-3" in table
 
 
 def test_flags_that_need_cuda_can_be_described() -> None:

@@ -4,7 +4,7 @@ import torch
 from lightning_fsdp2.plan.simulation.recorder import Attention, Collective, Group, Operation
 from lightning_fsdp2.plan.timing.devices import DEVICES, Device, get_device
 from lightning_fsdp2.plan.timing.rates import Rates
-from lightning_fsdp2.plan.timing.roofline import get_bandwidth, get_seconds, get_step_time
+from lightning_fsdp2.plan.timing.roofline import StepTime, get_bandwidth, get_seconds, get_step_time
 
 DEVICE = Device(
     name="a100",
@@ -60,6 +60,23 @@ def test_an_all_reduce_goes_around_twice() -> None:
 def test_in_an_all_to_all_each_rank_sends_its_own_bytes_to_other_nodes(ranks: tuple[int, ...], seconds: float) -> None:
     call = make_call("all-to-all", Group((), ranks), 400 * 10**9)
     assert get_seconds(call, DEVICE) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        ((0, 1), 4),  # on one node
+        ((0, 4), 40),  # to the next node, through an adapter
+        ((0, 2, 4, 6), 40),  # as the slowest transfer of the pipeline
+    ],
+)
+def test_a_transfer_goes_to_one_rank_over_one_link(ranks: tuple[int, ...], seconds: float) -> None:
+    send = make_call("send", Group((), ranks), 400 * 10**9)
+    assert get_seconds(send, DEVICE) == pytest.approx(seconds)
+    # the time of a transfer is part of the time that ranks wait
+    assert get_step_time([send], DEVICE) == StepTime(compute=0, exposed=0, overlappable=0)
+    assert StepTime(compute=1, exposed=2, overlappable=4, waiting=8).shortest == 12
+    assert StepTime(compute=1, exposed=2, overlappable=4, waiting=8).longest == 15
 
 
 def test_units_are_gathered_beside_operations_and_the_rest_is_waited_for() -> None:

@@ -55,6 +55,12 @@ def say(function: Callable[..., None], *of_rank: dict[str, Any], **options: Any)
     [
         ({"max_steps": 2}, {"max_steps": 3}, "trainer.max_steps is 2 on rank 0 (node-0) and 3 on rank 1 (node-1)"),
         ({"strategy": {}}, {"strategy": {"dp_replicate_size": 2}}, "mesh is MeshSizes("),
+        (
+            {"strategy": {}},
+            {"strategy": {"pp_size": 2}},
+            "and MeshSizes(pp=2, dp_replicate=1, ",
+        ),
+        ({}, {"strategy": {"config": FSDP2Config(pp_microbatches=8)}}, "FSDP2Config.pp_microbatches is None on"),
         ({}, {"strategy": {"config": FSDP2Config(reshard_after_forward=True)}}, "FSDP2Config.reshard_after_forward is"),
         (
             {},

@@ -166,7 +166,7 @@ def test_a_failed_write_is_raised_in_the_next_step_on_all_ranks_and_loses_nothin
 def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
         save = AtSteps({1: lambda trainer: trainer.save_checkpoint(path)})
-        trainer = make_trainer(checkpoint=ASYNC, max_steps=50, callbacks=[save])
+        trainer = make_trainer(checkpoint=ASYNC, max_steps=2000, callbacks=[save])
 
         def stage(self: Any, *args: Any, **options: Any) -> Any:
             raise MemoryError("no host memory left")
@@ -175,7 +175,7 @@ def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path: Path, m
             monkeypatch.setattr(asynchronous.StateDictStager, "stage", stage)
         with pytest.raises(MemoryError, match="no host memory left"):
             fit(trainer)
-        assert trainer.global_step < 50
+        assert trainer.global_step < 2000  # the copies are made in the background of some steps
 
     path = tmp_path / "a.ckpt"
     run_ranks(run, WORLD)

@@ -1,0 +1,120 @@
+"""Division of a batch into the micro-batches that travel through a pipeline."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_fsdp2.labels import IGNORE_INDEX
+
+_POSITIONS = "position_ids"
+"""Name of the tensor whose dim 1 is the batch if it has three dims: [3 or 4, batch, sequence] for images."""
+
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+"""Names of tensors that list the documents of a whole batch, so that rows cannot be taken out of them."""
+
+
+def count_rows(batch: Any) -> int:
+    """Return the number of rows of a batch: the size of dim 0 of its ``input_ids``, or else of its first tensor.
+
+    Raises:
+        ValueError: When the batch has no tensor with a dim.
+    """
+    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    tensors = [named] if isinstance(named, Tensor) else _find_tensors(batch)
+    for tensor in tensors:
+        if tensor.ndim > 0:
+            return tensor.size(0)
+    raise ValueError(
+        f"pp_size: a batch of type {type(batch).__name__} holds no tensor with rows, so it cannot be divided into"
+        " micro-batches. Let the data loader return tensors whose dim 0 is the batch."
+    )
+
+
+def divide_batch(batch: Any, number: int) -> list[Any]:
+    """Divide a batch into micro-batches with equally many rows.
+
+    Every tensor whose dim 0 is the batch is divided along dim 0, and ``position_ids`` [3 or 4, batch, sequence] along
+    dim 1. Everything else goes whole into each micro-batch.
+
+    Args:
+        batch: Tensors in mappings, lists, tuples and dataclasses.
+        number: Number of micro-batches, which divides the number of rows.
+
+    Raises:
+        ValueError: When the batch lists its documents in one tensor for all rows, which cannot be divided.
+    """
+    rows = count_rows(batch)
+    size = rows // number
+    if isinstance(batch, Mapping) and (names := [name for name in _BOUNDARIES if name in batch]):
+        raise ValueError(
+            f"pp_size: the batch has {names[0]!r}, which lists the documents of all its rows, so it cannot be divided"
+            " into micro-batches. Pack documents into several rows with `position_ids`, or use pp_size=1."
+        )
+
+    def take(index: int) -> Callable[[str, Tensor], Tensor]:
+        def narrow(name: str, tensor: Tensor) -> Tensor:
+            dim = _get_optional_batch_dim(name, tensor, rows)
+            return tensor if dim is None else tensor.narrow(dim, index * size, size)
+
+        return narrow
+
+    return [_map_tensors(batch, take(index)) for index in range(number)]
+
+
+def add_rows_without_labels(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """Return a language modelling batch with ``number`` more rows, which repeat its last row and have no labels.
+
+    Args:
+        batch: ``input_ids`` [batch, sequence], ``labels`` of the same shape if they differ from ``input_ids``, and any
+            other tensors of the model.
+        number: Number of rows to add.
+    """
+    rows = count_rows(batch)
+
+    def repeat(name: str, tensor: Tensor) -> Tensor:
+        dim = _get_optional_batch_dim(name, tensor, rows)
+        if dim is None:
+            return tensor
+        last = tensor.narrow(dim, rows - 1, 1)
+        return torch.cat([tensor, last.repeat_interleave(number, dim)], dim)
+
+    longer: dict[str, Tensor] = _map_tensors({"labels": batch["input_ids"], **batch}, repeat)
+    longer["labels"][rows:] = IGNORE_INDEX
+    return longer
+
+
+def describe_shapes(batch: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    """Return the shape and dtype of every tensor of a batch: batches that agree in them need equal messages."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in _find_tensors(batch))
+
+
+def _get_optional_batch_dim(name: str, tensor: Tensor, rows: int) -> int | None:
+    if name == _POSITIONS and tensor.ndim == 3:
+        return 1 if tensor.size(1) == rows else None
+    return 0 if tensor.ndim > 0 and tensor.size(0) == rows else None
+
+
+def _find_tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_tensors(batch, note)
+    return found
+
+
+def _map_tensors(batch: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
+    """Return ``batch`` with ``function(name, tensor)`` in place of every tensor. The name is the key in a mapping."""
+    if not isinstance(batch, Mapping):
+        return apply_to_collection(batch, Tensor, partial(function, ""))
+    mapped = {key: apply_to_collection(value, Tensor, partial(function, str(key))) for key, value in batch.items()}
+    try:
+        return type(batch)(mapped)  # type: ignore[call-arg]
+    except TypeError:  # the class of the mapping takes other arguments
+        return mapped

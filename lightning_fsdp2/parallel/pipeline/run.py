@@ -1,0 +1,439 @@
+"""Execution of a model's stages: micro-batches run forward and backward in the order of a schedule.
+
+Each stage runs the caller's step, such as ``training_step``, once per micro-batch. Inside the step, the Hugging Face
+model runs only the layers of the stage. On the last stage, the step goes on with the model's output. On the other
+stages, it ends right after the model, with :class:`EndOfStage`.
+"""
+
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_fsdp2.compat.fsdp import (
+    begin_backward,
+    end_forward,
+    initialize_root,
+    keep_unsharded_after_forward,
+    separate_unreduced_gradients,
+)
+from lightning_fsdp2.compat.torch_simulation import with_values
+from lightning_fsdp2.modules.structure import get_class_name
+from lightning_fsdp2.modules.stubs import Passage
+from lightning_fsdp2.parallel.data.gradients import defer_unit_sync
+from lightning_fsdp2.parallel.pipeline.schedule import Action, Kind, get_rank
+from lightning_fsdp2.parallel.pipeline.shared import SharedParameters
+from lightning_fsdp2.parallel.pipeline.split import Split
+from lightning_fsdp2.parallel.pipeline.transfers import Arrival, Transfers
+from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
+
+T = TypeVar("T")
+
+Step = Callable[[Any], Tensor | None]
+"""Function that runs a step on a micro-batch. In training, its result on the last stage is the loss to start the
+backward from. Its other results are not used."""
+
+
+class EndOfStage(BaseException):
+    """Signal that ends a step after the model, on a stage that is not the last.
+
+    It is no ``Exception``, so that a step which handles errors of its own does not catch it.
+    """
+
+
+class PipelineRun:
+    """Runner of the stages of this rank.
+
+    Args:
+        split: Division of the model into stages.
+        root: Module that holds the model, sharded.
+        shared: Copies of parameters that also exist on other stages.
+        device: Device of this rank.
+        gathers_once: Whether FSDP2 units stay gathered from their first forward of a batch to their last backward.
+            False gathers them for every micro-batch.
+
+    Attributes:
+        group: Process group of the ranks along the pipeline.
+        control: Group of the same ranks for tensors on the CPU.
+        transfers: Transfers between the ranks of the pipeline.
+        surround: Function that returns a context for each action. It does nothing, unless a plan records the actions.
+        is_running: Whether a schedule is running.
+        peak: Largest number of micro-batches in flight in the last training batch.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        root: nn.Module,
+        shared: SharedParameters,
+        *,
+        device: torch.device,
+        gathers_once: bool,
+    ) -> None:
+        self.split, self.root, self.shared, self.device = split, root, shared, device
+        self.group, self.control = shared.ranks.group, shared.control
+        self.gathers_once = gathers_once
+        self.transfers = Transfers(self.group, self.control, device)
+        self.surround: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
+        self.is_running = False
+        self.peak = 0
+        self._stage = 0
+        self._passage: Passage | None = None
+        self._sums: Tensor | None = None
+        self._depth = 0
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank runs the last stage, which computes the loss."""
+        return self.last_stage in self.split.own_stages
+
+    @property
+    def is_on_last_stage(self) -> bool:
+        """Whether the current step runs the last stage."""
+        return self._stage == self.last_stage
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the last stage."""
+        return self.split.num_stages - 1
+
+    @property
+    def last_rank(self) -> int:
+        """Rank of the pipeline that runs the last stage."""
+        return get_rank(self.last_stage, self.group.size())
+
+    def describe(self) -> str:
+        """Describe the stages for users: the layers of each, and the parameters of the whole model."""
+        total = sum(parameter.shape.numel() for parameter in self.split.stages.parameters.values())
+        layers = ", ".join(str(len(layers)) for layers in self.split.ranges)
+        return (
+            f"The {self.split.num_stages} pipeline stages have {layers} layers. The whole model has {total:,}"
+            " parameters; a summary of the module counts those of its rank."
+        )
+
+    def execute(
+        self,
+        orders: Sequence[Sequence[Action]],
+        step: Step,
+        micro_batches: Sequence[Any],
+        *,
+        key: Hashable,
+        synchronises: bool = True,
+        reduces_each: bool = False,
+    ) -> None:
+        """Run a schedule over the micro-batches of a batch.
+
+        Args:
+            orders: Actions of every pipeline rank, from
+                :func:`~lightning_fsdp2.parallel.pipeline.schedule.build_orders`.
+            step: Step to run on each micro-batch.
+            micro_batches: The micro-batches, the same on all ranks of the pipeline.
+            key: Key that is equal for batches whose tensors have equal shapes and dtypes.
+            synchronises: Whether the last backward reduces the gradients over the data parallel ranks. False if the
+                caller has already deferred the reduction, because more batches belong to the optimizer step.
+            reduces_each: Whether every backward reduce-scatters its gradients, instead of only the last one.
+        """
+        units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
+        if isinstance(self.root, FSDPModule):
+            # a forward would initialise only the units of its stage
+            initialize_root(self.root)
+        own = orders[self.group.rank()]
+        last = max((index for index, action in enumerate(own) if action.kind is Kind.BACKWARD), default=None)
+        gathers_once = self.gathers_once or last is None
+        flags = _BackwardFlags(units, defers=synchronises, reduces_each=reduces_each, frees_once=gathers_once)
+        execution = _Execution(self, units, step, micro_batches, key, trains=last is not None)
+        self.is_running = True
+        try:
+            with ExitStack() as stack:
+                self._seed = stack.enter_context(_keep_random_state(self.device))
+                if gathers_once:
+                    stack.enter_context(keep_unsharded_after_forward(units))
+                stack.enter_context(flags)
+                for index, action in enumerate(own):
+                    if index == last:
+                        flags.begin_last_backward()
+                    with self.surround(action):
+                        execution.perform(action)
+            self.transfers.finish()
+        finally:
+            self.is_running = False
+            for unit in units:  # also units that no backward has reached, such as those of frozen layers
+                end_forward(unit)
+                unit.reshard()
+        self.peak = execution.peak
+
+    @contextmanager
+    def run_stage(self, stage: int, received: Sequence[Tensor]) -> Iterator[Passage]:
+        """Let the model run only the modules of ``stage`` inside the block.
+
+        Args:
+            stage: Index of the stage.
+            received: What the stage before has passed on: hidden states, and sums of :meth:`add_over_stages` if there
+                are any.
+        """
+        hidden, self._sums = (*received, None, None)[:2]
+        with self.split.run_stage(stage, hidden) as passage:
+            self._stage, self._passage = stage, passage
+            try:
+                yield passage
+            finally:
+                self._passage = None
+
+    def add_over_stages(self, value: Tensor) -> Tensor:
+        """Add ``value`` to the values of earlier stages, inside the model's forward.
+
+        Returns:
+            The sum. On the last stage, it is the sum over all stages.
+        """
+        self._sums = value if self._sums is None else self._sums + value
+        return self._sums
+
+    def collect_outputs(self, passage: Passage) -> list[Tensor]:
+        """Return what a stage passes on: the hidden states after its layers, and sums if there are any.
+
+        Raises:
+            ValueError: If the step did not run the model.
+        """
+        if passage.output is None:
+            raise ValueError(
+                f"pp_size={self.group.size()}: the step did not run {get_class_name(self.split.model)} in a"
+                " micro-batch, but the next stage waits for its output. Call the model once in each step, or use"
+                " pp_size=1."
+            )
+        return [passage.output, *([] if self._sums is None else [self._sums])]
+
+    # ------------------------------------------------------------------ wrappers of methods
+
+    def end_entrance(self, method: Callable[..., T], /, *args: Any, **kwargs: Any) -> T | Tensor | None:
+        """Run an entrance of the root, such as ``training_step``, and end :class:`EndOfStage` in the outermost one.
+
+        It ends inside the entrance, so that the hooks of FSDP2 around it see a result.
+        """
+        self._depth += 1
+        try:
+            return method(*args, **kwargs)
+        except EndOfStage:
+            if self._depth > 1:
+                raise
+            return None if self._passage is None else self._passage.output
+        finally:
+            self._depth -= 1
+
+    def run_model(self, forward: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run the forward of the model on the current stage, with random numbers of this stage.
+
+        Raises:
+            ValueError: If the step calls the model a second time.
+        """
+        if self._passage is None:
+            raise ValueError(
+                f"pp_size={self.group.size()}: the step calls {get_class_name(self.split.model)} more than once, or"
+                " after it has ended, but a pipeline runs through the model once per micro-batch. Call the model once"
+                " in each step, or use pp_size=1."
+            )
+        if self._stage != self.last_stage:
+            # the loss of a stage without logits would be computed from nothing
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("labels", "shift_labels")}
+        with _keep_random_state(self.device) as seed:
+            _seed(seed + self._stage)
+            return forward(*args, **kwargs)
+
+    def end_model(self) -> None:
+        """Leave the step after the model, on a stage that is not the last.
+
+        Raises:
+            ValueError: If the model has skipped the last layer of this stage.
+        """
+        passage, self._passage = self._passage, None
+        if self._stage == self.last_stage:
+            return
+        self._passage = passage
+        if passage is None or passage.output is None:
+            raise ValueError(
+                f"pp_size={self.group.size()}: {get_class_name(self.split.model)} skipped a layer, whose output the"
+                " next stage needs. Turn off what skips layers, such as `layerdrop` in its config, or use pp_size=1."
+            )
+        raise EndOfStage
+
+    def seed_micro_batch(self, number: int) -> None:
+        """Set the random state in which every stage begins the step of a micro-batch."""
+        _seed(self._seed + number)
+
+
+class _Execution:
+    """State of one run through a schedule."""
+
+    def __init__(
+        self,
+        run: PipelineRun,
+        units: Sequence[FSDPModule],
+        step: Step,
+        micro_batches: Sequence[Any],
+        key: Hashable,
+        *,
+        trains: bool,
+    ) -> None:
+        self.run, self.step, self.micro_batches = run, step, micro_batches
+        self.peak = 0
+        self._key, self._trains = (key, trains), trains
+        self._units = units
+        inside: set[Any] = {module for layer in run.split.layers for module in layer.modules()}
+        self._outer_units = [unit for unit in units if unit not in inside]
+        self._arrivals: dict[tuple[int, int, bool], Arrival] = {}
+        self._inputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._outputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
+
+    def perform(self, action: Action) -> None:
+        """Perform one action."""
+        methods = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+        }
+        methods[action.kind](action.stage, action.micro_batch)
+
+    def _forward(self, stage: int, number: int) -> None:
+        received = self._take_input(stage, number)
+        self.run.seed_micro_batch(number)
+        result: Tensor | None = None
+        with self.run.run_stage(stage, received) as passage, suppress(EndOfStage):
+            result = self.step(self.micro_batches[number])
+        if self._trains:
+            self._inputs[stage, number] = received
+            self.peak = max(self.peak, len(self._inputs))
+        if stage < self.run.last_stage:
+            self._outputs[stage, number] = self.run.collect_outputs(passage)
+        elif self._trains:
+            self._outputs[stage, number] = [cast(Tensor, result)]
+
+    def _take_input(self, stage: int, number: int) -> list[Tensor]:
+        """Return the input of a stage, cut from the graph of the stage before."""
+        if stage == 0:
+            return []
+        before = (stage - 1, number)
+        arrival = self._arrivals.pop((stage, number, True), None)
+        if arrival is not None:
+            tensors = arrival.wait()
+        else:
+            tensors = self._outputs[before] if self._trains else self._outputs.pop(before)
+        return [tensor.detach().requires_grad_(self._trains) for tensor in tensors]
+
+    def _backward(self, stage: int, number: int) -> None:
+        outputs = self._outputs.pop((stage, number))
+        gradients: Sequence[Tensor | None] = [None]
+        if stage < self.run.last_stage:
+            arrival = self._arrivals.pop((stage, number, False), None)
+            gradients = self._gradients.pop((stage + 1, number)) if arrival is None else arrival.wait()
+        received = self._inputs.pop((stage, number))
+        starts = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if starts:
+            if not self.run.gathers_once:
+                starts[0][0].register_hook(self._begin_outer_units)
+            torch.autograd.backward([output for output, _ in starts], [gradient for _, gradient in starts])
+            separate_unreduced_gradients(self._units)
+        if stage > 0:
+            self._gradients[stage, number] = [
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received
+            ]
+
+    def _begin_outer_units(self, gradient: Tensor) -> None:
+        """Gather the units around the layers at the start of a backward.
+
+        FSDP2 gathers a unit when the gradient of its output arrives, but on this stage their outputs may have none.
+        """
+        for unit in self._outer_units:
+            begin_backward(unit)
+
+    def _send_forward(self, stage: int, number: int) -> None:
+        place, tag = (stage, number), self._get_tag(stage, number)
+        outputs = self._outputs[place] if self._trains else self._outputs.pop(place)
+        self.run.transfers.send(outputs, self._get_rank(stage + 1), tag=tag, key=(stage, self._key))
+
+    def _receive_forward(self, stage: int, number: int) -> None:
+        rank, tag = self._get_rank(stage - 1), self._get_tag(stage - 1, number)
+        arrival = self.run.transfers.receive(rank, tag=tag, key=(stage - 1, self._key))
+        self._arrivals[stage, number, True] = arrival
+
+    def _send_backward(self, stage: int, number: int) -> None:
+        gradients = self._gradients.pop((stage, number))
+        rank, tag = self._get_rank(stage - 1), self._get_tag(stage - 1, number)
+        self.run.transfers.send_known(gradients, rank, tag=tag)
+
+    def _receive_backward(self, stage: int, number: int) -> None:
+        gradients = [torch.empty_like(output).contiguous() for output in self._outputs[stage, number]]
+        rank, tag = self._get_rank(stage + 1), self._get_tag(stage, number)
+        self._arrivals[stage, number, False] = self.run.transfers.receive_known(gradients, rank, tag=tag)
+
+    def _get_rank(self, stage: int) -> int:
+        return get_rank(stage, self.run.group.size())
+
+    def _get_tag(self, stage: int, number: int) -> int:
+        """Return the tag of what crosses the boundary after ``stage``, in either direction."""
+        return stage * len(self.micro_batches) + number
+
+
+class _BackwardFlags:
+    """Settings of FSDP2 units, so that a batch reduces its gradients and frees its weights once, in its last backward.
+
+    Args:
+        units: FSDP2 units.
+        defers: Whether to defer the reduction to the last backward. False if the caller has already deferred it.
+        reduces_each: Whether every backward reduce-scatters its gradients, so that only the all-reduce over the
+            replicas (HSDP) is deferred.
+        frees_once: Whether units stay gathered until the last backward, instead of until their own backward.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], *, defers: bool, reduces_each: bool, frees_once: bool) -> None:
+        self._units, self._defers, self._reduces_each, self._frees_once = units, defers, reduces_each, frees_once
+        self._deferral = ExitStack()
+
+    def __enter__(self) -> "_BackwardFlags":
+        if self._defers:
+            self._deferral.enter_context(defer_unit_sync(self._units, reduce_scatter=self._reduces_each))
+        self._set(is_last=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.begin_last_backward()
+
+    def begin_last_backward(self) -> None:
+        """Make the next backward reduce the gradients of all micro-batches, and free the gathered weights."""
+        self._deferral.close()
+        self._set(is_last=True)
+
+    def _set(self, *, is_last: bool) -> None:
+        for unit in self._units:
+            unit.set_is_last_backward(is_last)
+            unit.set_reshard_after_backward(is_last or not self._frees_once, recurse=False)
+
+
+@contextmanager
+def _keep_random_state(device: torch.device) -> Iterator[int]:
+    """Restore the random state after the block, so that it does not matter how many numbers the block draws.
+
+    Yields:
+        A random number, the same on all ranks that had the same random state.
+    """
+    with with_values():  # a plan runs this code with fake tensors, from which no number could be read
+        seed = int(torch.randint(2**31, ()))
+        state = get_random_state(device)
+    try:
+        yield seed
+    finally:
+        with with_values():
+            set_random_state(state, device)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -1,0 +1,60 @@
+"""Training over stages without a Trainer: the gradients, the norm and the weights of one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import make_causal_lm, make_token_batches
+from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_gradients, whole
+from helpers.pipelines import CONFIGS, merge_stages
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
+from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
+from lightning_fsdp2.parallel.pipeline.plain_loop import train_on_stages
+
+
+def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+
+@pytest.mark.parametrize(("family", "schedule", "stages"), [("gpt2", "1f1b", 1), ("llama", "interleaved_1f1b", 2)])
+def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: int) -> None:
+    batches = make_token_batches(6, size=4)
+
+    def run() -> None:
+        torch.manual_seed(1)
+        model = make_causal_lm(CONFIGS[family])
+        alone = copy.deepcopy(model)
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        config = FSDP2Config(pp_schedule=schedule, pp_stages_per_rank=stages, mp_policy=policy)
+        mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
+        FSDP2Manager(config, mesh).parallelize(model)
+        control, rank = get_pipeline(model).control, get_mesh(mesh, "data_parallel").get_local_rank()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, eps=EPSILON) for m in (model, alone)]
+        for number in range(0, len(batches), 2):
+            pair = batches[number : number + 2]
+            options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule}
+            # two batches for each optimizer step: the same on all data parallel ranks, so that one process needs no sum
+            with defer_grad_sync(model):
+                train_on_stages(model, lambda part: compute_loss(model, part), pair[0], **options, is_last=False)
+            loss = train_on_stages(model, lambda part: compute_loss(model, part), pair[1], **options)
+            expected = [compute_loss(alone, batch) for batch in pair]
+            sum(expected).backward()  # type: ignore[union-attr]
+            assert abs(loss.item() - expected[1].item()) <= 1e-5, rank
+            gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            references = {name: p.grad for name, p in alone.named_parameters()}
+            assert_equal_gradients(merge_stages(gradients, control), references, number)
+            norms = clip_grad_norm_(model.parameters(), 0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = merge_stages(whole(dict(model.named_parameters())), control)
+        for name, weight in alone.named_parameters():
+            torch.testing.assert_close(weights[name], weight.detach(), rtol=0, atol=5e-5, msg=name)
+
+    run_ranks(run, 4)

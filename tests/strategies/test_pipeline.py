@@ -1,0 +1,175 @@
+"""Training over pipeline stages through the Trainer: the numbers of one process (DESIGN, "What correct means")."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import lora, router_loss
+from helpers.mesh_runs import Case, check_parity, join_batches, train_alone, train_on_mesh
+from helpers.models import make_causal_lm, make_token_batches
+from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_runs, token_sum_loss
+from helpers.pipelines import CONFIGS
+from helpers.ranks import run_ranks
+from torch import Tensor
+
+from lightning_fsdp2 import CausalLM, FSDP2Config
+
+MESHES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "pp2": (2, {"pp_size": 2}, {}),
+    "pp4": (4, {"pp_size": 4}, {}),
+    "pp2 x dp2": (4, {"pp_size": 2}, {}),
+    "pp2 x tp2": (4, {"pp_size": 2, "tp_size": 2}, {}),
+    "pp2 x tp2+sp": (4, {"pp_size": 2, "tp_size": 2}, {"sequence_parallel": True}),
+    "pp2 x cp2": (4, {"pp_size": 2, "cp_size": 2}, {}),
+    "pp2 x ep2": (4, {"pp_size": 2, "ep_size": 2}, {}),
+    "pp2 x hsdp2x2": (8, {"pp_size": 2, "dp_replicate_size": 2}, {}),
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"pp_schedule": "gpipe"},
+    "interleaved": {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "compiled": {"enable_compile": True},
+    "offloaded": {"offload_policy": True},
+    "resharded": {"reshard_after_forward": True},
+    "reduced": {"defer_fsdp_grad_sync": False},
+}
+
+
+def make_module(family: str, **options: Any) -> CausalLM:
+    optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+    return CausalLM(config=CONFIGS[family], optimizer=optimizer, decay_norms_and_biases=True, **options)
+
+
+def make_case(
+    mesh: str, family: str, flags: str = "1f1b", *, accumulate: int = 1, loss: str = "full", **options: Any
+) -> Case:
+    _, sizes, mesh_flags = MESHES[mesh]
+    sizes_and_flags = {**sizes, "config": FSDP2Config(**mesh_flags, **FLAGS[flags])}
+    options = {"batches": make_token_batches(3 * accumulate * 4, size=4, length=16), **options}
+    return Case(
+        make_module=partial(make_module, family, loss=loss),
+        make_model=partial(make_causal_lm, CONFIGS[family]),
+        loss=token_sum_loss,
+        accumulate=accumulate,
+        strategy=sizes_and_flags,
+        **options,
+    )
+
+
+CELLS = [
+    ("pp2", "llama", "1f1b", 1),
+    ("pp2", "gpt2", "1f1b", 3),
+    ("pp4", "llama", "1f1b", 1),
+    ("pp4", "gpt2", "1f1b", 3),
+    ("pp2 x dp2", "gemma3_text", "1f1b", 3),
+    ("pp2 x tp2", "llama", "1f1b", 1),
+    ("pp2 x tp2", "qwen3", "1f1b", 3),
+    ("pp2 x tp2+sp", "llama", "1f1b", 3),
+    ("pp2 x cp2", "llama", "1f1b", 3),
+    ("pp2 x ep2", "mixtral", "1f1b", 3),
+    ("pp2", "qwen3", "gpipe", 3),
+    ("pp2", "gemma3_text", "interleaved", 3),
+    ("pp2 x dp2", "llama", "full", 1),
+    ("pp2 x dp2", "llama", "selective", 1),
+    ("pp2 x dp2", "qwen3", "resharded", 3),
+    ("pp2 x dp2", "gpt2", "reduced", 3),
+    ("pp2 x dp2", "llama", "offloaded", 1),
+    ("pp2", "llama", "compiled", 1),
+    ("pp2 x hsdp2x2", "llama", "1f1b", 3),
+]
+
+
+@pytest.mark.parametrize(("mesh", "family", "flags", "accumulate"), CELLS)
+def test_gradients_norm_and_weights_are_those_of_one_process(
+    mesh: str, family: str, flags: str, accumulate: int
+) -> None:
+    def run() -> None:
+        torch.manual_seed(1)
+        check_parity(make_case(mesh, family, flags, accumulate=accumulate, clip=0.1))
+
+    run_ranks(run, MESHES[mesh][0])
+
+
+@pytest.mark.parametrize("mesh", ["pp2 x dp2", pytest.param("pp2 x tp2+sp", marks=pytest.mark.slow)])
+def test_gradients_in_bfloat16_are_as_exact_as_in_one_process(mesh: str) -> None:
+    def run() -> None:
+        torch.manual_seed(1)
+        check_parity(make_case(mesh, "llama", precision="bf16-mixed"))
+
+    run_ranks(run, MESHES[mesh][0])
+
+
+@pytest.mark.parametrize(("mesh", "family"), [("pp2", "qwen3"), ("pp2 x tp2", "llama")])
+def test_a_loss_in_chunks_is_computed_on_the_last_stage(mesh: str, family: str) -> None:
+    def run() -> None:
+        torch.manual_seed(1)
+        check_parity(make_case(mesh, family, loss="chunked", accumulate=3))
+
+    run_ranks(run, MESHES[mesh][0])
+
+
+@pytest.mark.parametrize("mesh", ["pp2 x dp2"])
+def test_batches_of_any_length_and_of_fewer_rows_train_as_in_one_process(mesh: str) -> None:
+    """The ranks read different numbers of rows, down to one, and other lengths in every step."""
+    batches = [
+        {name: tensor[: 1 + (3 * index) % 4] for name, tensor in batch.items()}
+        for index in range(12)
+        for batch in make_token_batches(1, size=4, length=8 + index // 2)
+    ]
+    batches[0], batches[1] = make_token_batches(2, size=4)
+
+    def run() -> None:
+        torch.manual_seed(1)
+        check_parity(make_case(mesh, "gpt2", "resharded", accumulate=2, batches=batches))
+
+    run_ranks(run, MESHES[mesh][0])
+
+
+def join_pairs(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [join_batches(batches[index : index + 2]) for index in range(0, len(batches), 2)]
+
+
+@pytest.mark.parametrize(("mesh", "flags"), [("pp2", "1f1b"), ("pp2 x dp2", "resharded"), ("pp2 x ep2", "interleaved")])
+def test_the_loss_of_routers_counts_the_layers_of_all_stages(mesh: str, flags: str) -> None:
+    """One process gets each micro-batch of the pipeline as a micro-batch of its own."""
+    world, sizes, mesh_flags = MESHES[mesh]
+    readers = world // 2
+
+    def run() -> None:
+        torch.manual_seed(1)
+        parts = router_loss.mask_padding(make_token_batches(3 * 2 * readers))
+        # micro-batch m of reader r, as one process reads them: all readers of the first micro-batch, then of the second
+        order = [
+            parts[step * 2 * readers + m * readers + r] for step in range(3) for r in range(readers) for m in (0, 1)
+        ]
+        config = FSDP2Config(**mesh_flags, **FLAGS[flags], pp_microbatches=2)
+        case = Case(
+            make_module=partial(make_module, "mixtral", router_aux_loss_coef=router_loss.COEFFICIENT),
+            make_model=partial(make_causal_lm, CONFIGS["mixtral"]),
+            loss=router_loss.token_sum_loss,
+            batches=join_pairs(order),
+            strategy={**sizes, "config": config},
+            clip=0.1,
+        )
+        actual = train_on_mesh(case)
+        if torch.distributed.get_rank() == 0:
+            alone = replace(case, batches=parts, accumulate=2, joins_ranks=True)
+            assert_equal_runs(actual, train_alone(alone, actual.initial, readers))
+
+    run_ranks(run, world)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["pp2", pytest.param("pp2 x tp2+sp", marks=pytest.mark.slow)])
+def test_adapters_train_as_in_one_process(family: str, mesh: str, tmp_path: Path) -> None:
+    base = lora.save_base(tmp_path / "base", family)
+    case = make_case(mesh, "llama")
+    case = replace(
+        case, make_module=partial(lora.make_module, base, family), make_model=partial(lora.make_plain, base, family)
+    )
+    run_ranks(check_parity, MESHES[mesh][0], case)
