@@ -238,7 +238,7 @@ class FSDP2Config(_Flags):
     pp_layers_per_stage: list[int] | None = None
     """Number of the model's layers in each stage, from the first stage to the last. Stage 0 runs on the first pipeline
     parallel rank, stage 1 on the second, and so on, around the ranks again if there are several stages on each. None
-    balances the stages by the work of their layers, the embedding and the head."""
+    balances the stages by the FLOPs of their layers and of the head."""
 
     use_hf_tp_plan: InitVar[bool | None] = None
     """Option that must stay None. It was replaced by tp_plan="hf"."""

@@ -31,7 +31,7 @@ class GradientNorm(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if must_measure(trainer):
-            self.measure(optimizer)
+            self.measure(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -40,7 +40,7 @@ class GradientNorm(Callback):
         if norm is not None and is_logging_step(trainer):
             log_metrics(trainer, {"gradients/norm": float(norm)})
 
-    def measure(self, optimizer: Optimizer) -> Tensor:
+    def measure(self, trainer: Trainer, optimizer: Optimizer) -> Tensor:
         """Return the norm of the gradients that ``optimizer`` is about to use. Every rank must call this.
 
         Further calls for the same batch return the norm from the first call.
@@ -49,7 +49,9 @@ class GradientNorm(Callback):
             A float32 scalar tensor on the device.
         """
         if self._norm is None:
-            self._norm = get_total_norm([p for group in optimizer.param_groups for p in group["params"]])
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # a pipeline stage without trained parameters takes part, too
+            self._norm = get_total_norm(parameters, pipeline=getattr(trainer.precision_plugin, "pipeline", None))
         return self._norm
 
     def _keep(self, norm: Tensor) -> None:

@@ -62,7 +62,7 @@ class NaNGuard(Callback):
             self._check("mean loss", mean.loss)
         if must_measure(trainer):
             callbacks = (callback for callback in cast(Any, trainer).callbacks if isinstance(callback, GradientNorm))
-            self._check_norm(next(callbacks, GradientNorm()).measure(optimizer))
+            self._check_norm(next(callbacks, GradientNorm()).measure(trainer, optimizer))
 
     def _check_norm(self, norm: Tensor) -> None:
         self._check("norm of the gradients", norm)

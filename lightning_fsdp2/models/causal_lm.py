@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
+from lightning_fsdp2.checkpoint.stages import gather_over_stages
 from lightning_fsdp2.compat.torch import has_fused_optimizers, leave_unscaling_to_scaler
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.labels import IGNORE_INDEX, shift_left
@@ -160,6 +162,11 @@ class CausalLM(LightningModule):
 
     # ------------------------------------------------------------------ model
 
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether training adds the auxiliary loss of routers; see ``router_aux_loss_coef``."""
+        return self._router_loss is not None
+
     def prepare_data(self) -> None:
         if self.pretrained is not None:
             find_pretrained(self.pretrained)
@@ -208,9 +215,10 @@ class CausalLM(LightningModule):
         hparams = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]
         if self.lora_config is not None:
             hparams.update(lora=to_mapping(self.lora_config))
-        leaves_out = (
-            self.state_dict().keys() - checkpoint["state_dict"].keys()
-        )  # weights that the checkpoint leaves out, because they are in the pretrained files
+        # weights that the checkpoint leaves out, because they are in the pretrained files
+        stages = get_optional_stages(self)
+        names = self.state_dict().keys() if stages is None else stages.state.keys()
+        leaves_out = names - set(chain.from_iterable(gather_over_stages(self, list(checkpoint["state_dict"]))))
         if not leaves_out and not isinstance(self.hparams["config"], dict):
             hparams.update(pretrained=None, config=self.hf_config.to_dict())
 

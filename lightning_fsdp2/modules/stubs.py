@@ -57,8 +57,8 @@ class SequenceStack(Protocol):
     def resume(self, hidden: Tensor) -> None:
         """Continue with hidden states from an earlier stage; whole hidden states have the shape of ``hidden``."""
 
-    def pause(self) -> None:
-        """Leave the hidden states sharded for a later stage."""
+    def pause(self, hidden: Tensor) -> Tensor:
+        """Leave the hidden states sharded for a later stage, and return zeros of the shape of whole ones."""
 
 
 @dataclass(eq=False)
@@ -231,9 +231,10 @@ class LayerStub(Stub):
         call, passage = self._call, self._relay.passage
         hidden = kwargs[call.argument] if isinstance(call.argument, str) else args[call.argument]
         if passage is not None and self._index == passage.layers.stop:
+            passage.output = hidden
             if self._relay.stack is not None:
-                self._relay.stack.pause()
-            passage.output = passage.passed_on = hidden
+                hidden = self._relay.stack.pause(hidden)
+            passage.passed_on = hidden
         elif passage is not None and self._index > passage.layers.stop and hidden is not passage.passed_on:
             raise ValueError(
                 f"The model changes the hidden states between its layers {self._index - 1} and {self._index}, as models"

@@ -84,8 +84,7 @@ def parallelize_with_fsdp2(
     _warn_of_flags(axes, config)
     device = get_device(device_mesh)
     split = None if axes.pp is None else _build_split(structure, axes.pp, config)
-    for mesh in filter(None, (axes.pp, device_mesh)):
-        broadcast_from_first_rank(model, device, mesh)
+    broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
     maybe_apply_tensor_parallel(structure, axes.tp, config)

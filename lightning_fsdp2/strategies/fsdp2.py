@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +25,7 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
-from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
+from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import check_arguments
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
@@ -34,7 +36,7 @@ from lightning_fsdp2.strategies.precision import get_mp_policy
 from lightning_fsdp2.weights.materialize import materialize
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
@@ -118,7 +120,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def enter_mesh(self, mesh: DeviceMesh) -> None:
         super().enter_mesh(mesh)
         if self.pp_size > 1:
-            self.pipelining = Pipelining(self.world, self.steps, self.config, self.root_device)
+            self.pipelining = Pipelining(self.world, self.steps, self.resumption, self.config, self.root_device)
 
     @override
     def build_manager(self, device_mesh: DeviceMesh) -> FSDP2Manager:
@@ -179,6 +181,14 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         tell_branches_apart(self.world, module, get_fsdp_modules(module))
 
     @override
+    def setup_optimizers(self, trainer: "Trainer") -> None:
+        set_up = partial(super().setup_optimizers, trainer)
+        if self.pipelining is None:
+            set_up()
+        else:
+            self.pipelining.set_up_optimizers(self.lightning_module, set_up)
+
+    @override
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         def clear() -> None:
             # look up the parameters in each call, because callbacks that unfreeze layers add parameter groups
@@ -202,6 +212,14 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             super().run_backward(loss, optimizer, *args, **kwargs)
         else:
             self.pipelining.finish_backward(self.lightning_module)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        run = get_optional_pipeline(self.lightning_module)
+        if run is not None and run.is_running and group in (None, dist.group.WORLD):  # Lightning fills in WORLD
+            # only the last stage runs what follows the model in a step
+            group = self.world.stage_group
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def run_evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -28,6 +29,7 @@ from lightning_fsdp2.parallel.pipeline.schedule import (
     get_micro_batches,
     get_optional_warning,
 )
+from lightning_fsdp2.strategies.parts.resumption import Resumption
 from lightning_fsdp2.strategies.parts.steps import Steps
 from lightning_fsdp2.strategies.parts.world import World
 from lightning_fsdp2.strategies.step_outputs import StepOutputs
@@ -44,18 +46,20 @@ class Pipelining:
     Args:
         world: The ranks of the run.
         steps: State of the training steps.
+        resumption: States that a checkpoint carries, such as the number of micro-batches.
         config: Flags of FSDP2.
         device: Device of this rank.
     """
 
     outputs_class: type[StepOutputs] = StepOutputs
 
-    def __init__(self, world: World, steps: Steps, config: FSDP2Config, device: torch.device) -> None:
-        self._world, self._steps, self._config, self._device = world, steps, config, device
+    def __init__(
+        self, world: World, steps: Steps, resumption: Resumption, config: FSDP2Config, device: torch.device
+    ) -> None:
+        self._world, self._steps, self._resumption = world, steps, resumption
+        self._config, self._device = config, device
         self._outputs: StepOutputs | None = None
         self._holds_gradients = False
-        self._most_rows = 0
-        self._number = 0
         self._told: set[int] = set()
 
     # ------------------------------------------------------------------ training
@@ -87,7 +91,7 @@ class Pipelining:
             outputs.add_loss(loss)
             return loss / module.trainer.accumulate_grad_batches
 
-        with outputs.record(module):
+        with outputs.record(module, lambda: run.is_on_last_stage):
             run.execute(
                 self._build_orders(number),
                 run_step,
@@ -121,6 +125,37 @@ class Pipelining:
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
+
+    # ------------------------------------------------------------------ optimizers
+
+    def set_up_optimizers(self, module: LightningModule, set_up: Callable[[], None]) -> None:
+        """Set up the optimizers, and check that their parameter groups are those of the other stages.
+
+        Raises:
+            ValueError: When the optimizer of this stage would have no parameters, or another number of groups than that
+                of another stage, so that no checkpoint could be saved.
+        """
+        pp_size, name = self._world.pipeline_size, type(module).__name__
+        try:
+            set_up()
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            raise ValueError(
+                f"pp_size={pp_size}: `configure_optimizers` of {name} finds no trainable parameters on this stage. Pass"
+                " the optimizer a list of groups, of which some may be empty ([{'params': [...]}]), or divide the"
+                " layers with pp_layers_per_stage so that every stage trains some."
+            ) from error
+        groups = [len(optimizer.param_groups) for optimizer in module.trainer.optimizers]
+        of_stages: list[Any] = [groups] * pp_size
+        if self._world.pipeline_control is not None:
+            dist.all_gather_object(of_stages, groups, group=self._world.pipeline_control)
+        if any(other != groups for other in of_stages):
+            raise ValueError(
+                f"pp_size={pp_size}: `configure_optimizers` of {name} makes other numbers of parameter groups on"
+                f" each stage ({of_stages}), but checkpoints identify groups by their number. Make the same groups on"
+                " all stages, and leave those empty whose parameters other stages hold."
+            )
 
     # ------------------------------------------------------------------ evaluation
 
@@ -172,7 +207,7 @@ class Pipelining:
         """
         rows = count_rows(batch)
         most, fewest = self._find_rows(rows)
-        trains, can_fill = step == "training_step", _is_own_step(module, step)
+        trains, can_fill = step == "training_step", _can_fill(module, step)
         number = self._choose_number(most, can_fill=can_fill) if trains else self._choose_evaluation_number(most)
         missing = -rows % number
         if can_fill:
@@ -190,7 +225,8 @@ class Pipelining:
         """Return the largest and the smallest number of rows that a data parallel rank reads."""
         if self._world.data_parallel_size == 1:
             return rows, rows
-        most, fewest = self._world.find_maximum([rows, -rows]).tolist()
+        # all stages read the same rows
+        most, fewest = self._world.find_maximum_of_stage([rows, -rows]).tolist()
         return int(most), -int(fewest)
 
     def _choose_number(self, rows: int, *, can_fill: bool) -> int:
@@ -199,12 +235,13 @@ class Pipelining:
         A batch that is smaller than earlier ones, such as the last of an epoch, keeps their number if rows can be added
         to it.
         """
-        if can_fill and rows <= self._most_rows:
-            return self._number
+        most_rows, number = self._resumption.micro_batches
+        if can_fill and rows <= most_rows:
+            return number
         ranks, schedule, stages = self._world.pipeline_size, self._config.pp_schedule, self._config.stages_per_rank
         asked = self._config.pp_microbatches
         number = get_micro_batches(asked, rows=rows, schedule=schedule, ranks=ranks, stages_per_rank=stages)
-        self._most_rows, self._number = rows, number
+        self._resumption.micro_batches = rows, number
         if number not in self._told:
             self._told.add(number)
             if asked is None:
@@ -259,6 +296,11 @@ def check_pipelining(trainer: Trainer) -> None:
     }.items():
         if getattr(type(module), hook) is not getattr(LightningModule, hook):
             raise ValueError(f"pp_size: {name} overrides `{hook}`, but {remedy}, or use pp_size=1.")
+
+
+def _can_fill(module: LightningModule, name: str) -> bool:
+    """Return whether rows without labels can be added to a batch without changing the results of a step."""
+    return _is_own_step(module, name) and not (name == "training_step" and cast(CausalLM, module).has_router_loss)
 
 
 def _is_own_step(module: LightningModule, name: str) -> bool:

@@ -1,6 +1,7 @@
 """Sharing of what only the last stage of a pipeline learns in a training step: its loss, logs and token counts."""
 
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from torchmetrics import Metric
 
 from lightning_fsdp2.parallel.loss.token_mean import TokenWindow, find_token_windows, set_token_window
 from lightning_fsdp2.ranks.whole_tensors import gather
+
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
@@ -86,11 +89,22 @@ class StepOutputs:
         self._counts: dict[str, int] = {}
 
     @contextmanager
-    def record(self, module: LightningModule) -> Iterator[None]:
-        """Record what ``module`` logs inside the block, instead of logging the values of every micro-batch."""
+    def record(self, module: LightningModule, is_on_last_stage: Callable[[], bool]) -> Iterator[None]:
+        """Record what ``module`` logs inside the block, instead of logging the values of every micro-batch.
+
+        Args:
+            module: Module that is trained.
+            is_on_last_stage: Function that returns whether the last stage is running. Values that another stage logs,
+                before the model, are left out, because the last stage logs them too.
+        """
         self._logged, self._losses, self._counts = {}, [], _count_updates(module)
         own = module.__dict__.get("log")
-        module.__dict__["log"] = self._record
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            if is_on_last_stage():
+                self._record(*args, **kwargs)
+
+        module.__dict__["log"] = log
         try:
             yield
         finally:
@@ -107,7 +121,7 @@ class StepOutputs:
         """
         self._is_mapping = not isinstance(output, Tensor)
         loss = output if isinstance(output, Tensor) or output is None else output.get("loss")
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ValueError(
                 f"pp_size={self._group.size()}: `training_step` returned {loss!r} as the loss of a micro-batch, but the"
                 " other stages wait for its gradient. Return a loss for every micro-batch, 0 times a logit if nothing"
@@ -126,19 +140,14 @@ class StepOutputs:
             What ``training_step`` would return for the whole batch: the loss, or a mapping with the loss.
 
         Raises:
-            ValueError: On the other stages, if the last stage has updated a metric that they have not.
+            ValueError: On all stages, if the last stage has updated a metric that another has not.
         """
         layout, numbers = None, None
         updates = {name: count - self._counts[name] for name, count in _count_updates(module).items()}
         if self._group.rank() == self._last_rank:
             layout, numbers = self._collect(module, updates)
         layout = self.share_layout(layout)
-        if missed := [name for name, count in layout.updates.items() if updates[name] < count]:
-            raise ValueError(
-                f"pp_size={self._group.size()}: `training_step` updates the metric {missed[0]!r} after the model, which"
-                " only the last stage runs, so the other ranks would compute another value. Log a number with"
-                " `self.log` instead, update the metric before the model or in validation, or use pp_size=1."
-            )
+        self._check_updates(updates, layout.updates)
         size = 1 + 3 * len(layout.windows) + len(layout.logged)
         if numbers is None:
             numbers = torch.empty(size, dtype=torch.float64, device=self._device)
@@ -152,8 +161,22 @@ class StepOutputs:
         loss = loss.float().requires_grad_()
         return {"loss": loss} if layout.is_mapping else loss
 
+    def _check_updates(self, own: dict[str, int], of_last_stage: dict[str, int]) -> None:
+        """Refuse metrics that only the last stage updates, after the model. Every rank raises the error."""
+        if not any(of_last_stage.values()):
+            return
+        missed = torch.tensor([own[name] < count for name, count in of_last_stage.items()], dtype=torch.int32)
+        dist.all_reduce(missed, op=dist.ReduceOp.MAX, group=self._control)
+        for name, is_missed in zip(of_last_stage, missed.tolist(), strict=True):
+            if is_missed:
+                raise ValueError(
+                    f"pp_size={self._group.size()}: `training_step` updates the metric {name!r} after the model, which"
+                    " only the last stage runs, so the other ranks would compute another value. Log a number with"
+                    " `self.log` instead, update the metric before the model or in validation, or use pp_size=1."
+                )
+
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        options = inspect.signature(LightningModule.log).bind(None, name, value, *args, **kwargs).arguments
+        options = _LOG_SIGNATURE.bind(None, name, value, *args, **kwargs).arguments
         if isinstance(value, Metric):
             raise ValueError(
                 f"pp_size={self._group.size()}: `self.log({name!r}, ...)` in `training_step` gets a"
@@ -188,12 +211,26 @@ class StepOutputs:
         changed = torch.tensor(int(layout != self._layout))
         dist.broadcast(changed, group=self._control, group_src=self._last_rank)
         if changed:
+            _check_portable(layout)
             message = [layout]
             dist.broadcast_object_list(message, group=self._control, group_src=self._last_rank)
             self._layout = message[0]
         if self._layout is None:
             raise RuntimeError("The last stage of the pipeline sent no layout.")
         return self._layout
+
+
+def _check_portable(layout: Layout | None) -> None:
+    """Refuse arguments of ``self.log`` that cannot be sent to the other stages."""
+    for name, options in () if layout is None else layout.logged:
+        for key, value in options.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:  # pickle raises errors of several classes
+                raise ValueError(
+                    f"pp_size: `self.log({name!r}, ..., {key}={value!r})` in `training_step` cannot be sent to the"
+                    f" other stages ({error}); pass a function that is defined in a module, or a name such as 'sum'."
+                ) from error
 
 
 def _count_updates(module: LightningModule) -> dict[str, int]:

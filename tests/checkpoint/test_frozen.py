@@ -77,7 +77,7 @@ def get_size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
-@pytest.mark.parametrize("mesh", ["tp-sp", "pp"])
+@pytest.mark.parametrize("mesh", ["tp-sp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_no_base_weight_is_in_it_and_all_is_read_from_the_pretrained_model(mesh: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     weights = train(mesh, base, tmp_path / "small.ckpt", steps=2)

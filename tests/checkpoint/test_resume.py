@@ -102,7 +102,8 @@ def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
     assert_same_end(tmp_path, expected)
 
 
-@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True])
 def test_a_killed_run_of_pipeline_stages_resumes_to_the_same_weights(async_save: bool, tmp_path: Path) -> None:
     """Each stage drops activations of its own."""
     strategy = {"pp_size": 2, "checkpoint": CheckpointConfig(async_save=async_save)}

@@ -46,11 +46,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2": {"pp_size": 2},
 }
 
+FAST = ("kept-head", False, "tp2+sp")
+
 
 @pytest.mark.parametrize(
     ("case", "frozen_parameters", "mesh"),
     [
-        pytest.param(name, whole, mesh, marks=[] if name == "kept-head" and not whole else pytest.mark.slow)
+        pytest.param(name, whole, mesh, marks=[] if (name, whole, mesh) == FAST else pytest.mark.slow)
         for name in CASES
         for whole in (True, False)
         for mesh in MESHES

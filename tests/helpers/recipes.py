@@ -166,7 +166,6 @@ RECIPES = {
             "model.init_args.config": {"num_hidden_layers": 4},
             "data.init_args.batch_size": 4,
         },
-        marks=(pytest.mark.slow, needs_compiler),
     ),
     "long_context_llama3_8b_cp8": Recipe(
         LLAMA_8B, gpus=8, ranks=4, changes={**PRETRAINED, "trainer.strategy.init_args.cp_size": 2}

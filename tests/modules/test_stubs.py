@@ -212,15 +212,16 @@ def test_the_sequence_stack_is_told_of_both_ends_of_a_stage() -> None:
         def resume(self, hidden: Tensor) -> None:
             self.calls.append(("resume", hidden))
 
-        def pause(self) -> None:
-            self.calls.append(("pause",))
+        def pause(self, hidden: Tensor) -> Tensor:
+            self.calls.append(("pause", hidden))
+            return whole
 
-    stack = Stack()
+    stack, whole = Stack(), torch.zeros(2, 10, 32)
     relay = Relay(num_ranks=2, passage=Passage(range(2, 4), torch.zeros(2, 5, 32)), stack=stack)
     make_layer(relay, index=1)(HIDDEN)
     make_layer(relay, index=2).build_entry(nn.Linear(32, 32))(HIDDEN)
-    make_layer(relay, index=5)(make_layer(relay, index=4)(HIDDEN))
-    assert stack.calls == [("resume", HIDDEN), ("pause",)]
+    assert make_layer(relay, index=5)(make_layer(relay, index=4)(HIDDEN)) is whole
+    assert stack.calls == [("resume", HIDDEN), ("pause", HIDDEN)]
 
 
 # ---------------------------------------------------------------------- skeletons

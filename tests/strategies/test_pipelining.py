@@ -12,6 +12,7 @@ import torch
 from helpers.collectives import CountsStep
 from helpers.mesh_runs import Case, MetricsLogger, check_parity, whole_of_stages
 from helpers.models import make_causal_lm, make_token_batches
+from helpers.oracle import EPSILON, LEARNING_RATE
 from helpers.pipelines import CONFIGS, LoggingModule
 from helpers.ranks import RankError, run_ranks
 from helpers.user_modules import make_trainer
@@ -22,6 +23,7 @@ from torchmetrics import MeanMetric
 from transformers import T5Config, T5ForConditionalGeneration
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.callbacks import GradientNorm, NaNGuard
 from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
 
 PP2: dict[str, Any] = {"pp_size": 2}
@@ -82,7 +84,7 @@ def evaluate_alone(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
-        ({"pp_size": 2}, {}),
+        pytest.param({"pp_size": 2}, {}, marks=pytest.mark.slow),
         ({"pp_size": 2}, {"pp_schedule": "interleaved_1f1b", "reshard_after_forward": True}),
         ({"pp_size": 2, "tp_size": 2}, {"sequence_parallel": True}),
     ],
@@ -219,6 +221,48 @@ class AsksForHiddenStates(Module):
         return self.model(input_ids=batch["input_ids"], output_hidden_states=True).logits.sum()
 
 
+class LosesTheGraph(Module):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.loss(self.model, batch)[0].detach()
+
+
+class AsksForRouterLogits(Module):
+    def __init__(self) -> None:
+        super().__init__("mixtral")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"], output_router_logits=True).loss
+
+
+class TrimsBatches(Module):
+    lengths = iter((12, 8))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.loss(self.model, {"input_ids": batch["input_ids"][:, : next(self.lengths)]})[0]
+
+
+class LogsWithLambda(Module):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        loss = self.loss(self.model, batch)[0]
+        self.log("largest", loss, reduce_fx=lambda values: values.max())
+        return loss
+
+
+class OptimisesFromWithin(Module):
+    """Trains the last layer only, with an optimizer that knows nothing of stages."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        layers = self.model.model.layers
+        self.model.requires_grad_(False)
+        layers[-1].requires_grad_(True)
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class GroupsByLayer(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [parameter]} for parameter in self.parameters()])
+
+
 def cut(rows: int) -> list[dict[str, Tensor]]:
     return make_token_batches(2, size=rows)
 
@@ -245,10 +289,49 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
         (Module, {"pp_microbatches": 3}, cut(4), "pp_microbatches=3 does not divide the 4 rows .*drop_last"),
         (ReturnsNone, {}, cut(4), "`training_step` returned None as the loss of a micro-batch"),
         (CallsTwice, {}, cut(4), "calls LlamaForCausalLM more than once"),
-        (CallsNothing, {}, cut(4), "the step did not run LlamaForCausalLM"),
-        (LogsMetric, {}, cut(4), r"`self.log\('mean', ...\)` in `training_step` gets a MeanMetric"),
+        pytest.param(CallsNothing, {}, cut(4), "the step did not run LlamaForCausalLM", marks=pytest.mark.slow),
+        pytest.param(
+            LogsMetric,
+            {},
+            cut(4),
+            r"`self.log\('mean', ...\)` in `training_step` gets a MeanMetric",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            LosesTheGraph,
+            {},
+            cut(4),
+            "as the loss of a micro-batch, but the other stages wait for its gradient",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            AsksForRouterLogits, {}, cut(4), "output_router_logits=True, but each rank has only", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            TrimsBatches,
+            {"pp_microbatches": 2},
+            cut(4),
+            "A step must not change the length of its micro-batch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            LogsWithLambda,
+            {},
+            cut(4),
+            r"`self.log\('largest', ..., reduce_fx=.* cannot be sent to the other stages",
+            marks=pytest.mark.slow,
+        ),
+        (
+            OptimisesFromWithin,
+            {},
+            cut(4),
+            "of OptimisesFromWithin finds no trainable parameters",
+        ),
+        (GroupsByLayer, {}, cut(4), "`configure_optimizers` of GroupsByLayer makes other numbers of parameter groups"),
         (UpdatesMetric, {}, cut(4), "updates the metric 'late' after the model"),
-        (AsksForHiddenStates, {}, cut(4), "output_hidden_states=True, but each rank has only"),
+        pytest.param(
+            AsksForHiddenStates, {}, cut(4), "output_hidden_states=True, but each rank has only", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_a_pipeline_cannot_train_is_refused(
@@ -333,8 +416,8 @@ class Counts(CausalLM):
     ("sizes", "flags", "in_flight"),
     [
         ({"pp_size": 2}, {"pp_microbatches": 8}, [2, 1]),
-        ({"pp_size": 4}, {"pp_microbatches": 8}, [4, 3, 2, 1]),
-        ({"pp_size": 2}, {"pp_microbatches": 8, "pp_schedule": "gpipe"}, [8, 8]),
+        pytest.param({"pp_size": 4}, {"pp_microbatches": 8}, [4, 3, 2, 1], marks=pytest.mark.slow),
+        pytest.param({"pp_size": 2}, {"pp_microbatches": 8, "pp_schedule": "gpipe"}, [8, 8], marks=pytest.mark.slow),
         ({"pp_size": 2, "tp_size": 2}, {"pp_microbatches": 4, "sequence_parallel": True}, [2, 1]),
     ],
 )
@@ -359,7 +442,7 @@ def test_each_stage_runs_every_micro_batch_and_sends_only_hidden_states(
     run_ranks(run, ranks * tp)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 8])
+@pytest.mark.parametrize("micro_batches", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     ("flags", "gathers", "reductions"),
     [({}, 1, 1), ({"pp_schedule": "interleaved_1f1b"}, 1, 1), ({"defer_fsdp_grad_sync": False}, 1, None)],
@@ -452,5 +535,190 @@ def test_ranks_with_other_numbers_of_rows_all_refuse_a_module_of_ones_own() -> N
         rows = 3 if torch.distributed.get_rank() % 2 else 4
         with pytest.raises(ValueError, match="drop_last=True"):
             trainer.fit(Module(), DataLoader(make_token_batches(1, size=rows), batch_size=None))
+
+    run_ranks(run, 4)
+
+
+class WithHead(Module):
+    """A module with a prompt before the model, and a normalised head of its own after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.prompt = nn.Embedding(101, 32)
+        self.norm = nn.BatchNorm1d(101)
+        self.head = nn.Linear(101, 3)
+
+    def compute(self, input_ids: Tensor) -> Tensor:
+        embedded = self.model.get_input_embeddings()(input_ids) + self.prompt(input_ids)
+        logits = self.model(inputs_embeds=embedded).logits
+        return self.head(self.norm(logits.mean(1))).square().mean()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.compute(batch["input_ids"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+
+
+def test_modules_around_the_model_train_as_in_one_process_and_are_the_same_on_all_stages() -> None:
+    batches = make_token_batches(3, size=4)
+
+    def run() -> None:
+        module, alone = WithHead(), WithHead()
+        alone.model.load_state_dict(module.model.state_dict())
+        trainer = make_trainer(FSDP2Strategy(pp_size=2, config=FSDP2Config(pp_microbatches=2)), max_steps=3)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        optimizer = torch.optim.AdamW(alone.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+        for batch in batches:
+            optimizer.zero_grad()
+            for part in batch["input_ids"].chunk(2):  # BatchNorm sees micro-batches
+                (alone.compute(part) / 2).backward()
+            optimizer.step()
+        trainer.strategy.share_buffers()
+        # `merge_stages` checks that the stages' copies are the same
+        actual = whole_of_stages(module.state_dict(), trainer)
+        expected = alone.state_dict()
+        assert actual.keys() == expected.keys()
+        for name, tensor in actual.items():
+            torch.testing.assert_close(tensor, expected[name].float(), rtol=0, atol=5e-5, msg=name)
+
+    run_ranks(run, 2)
+
+
+def test_stages_that_read_different_batches_are_refused() -> None:
+    def run() -> None:
+        torch.manual_seed(torch.distributed.get_rank())
+        tokens = torch.randint(3, 101, (4, 12))
+        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=1)
+        with pytest.raises(ValueError, match="The ranks of one model replica read different first batches"):
+            trainer.fit(CausalLM(config=CONFIGS["llama"]), DataLoader([{"input_ids": tokens}], batch_size=None))
+
+    run_ranks(run, 2)
+
+
+class Pops(Module):
+    """Takes its labels out of the batch and changes tokens in place, as users do."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        labels = batch.pop("labels")
+        batch["input_ids"].sub_(1)
+        self.log("rows", len(labels), reduce_fx="sum")
+        return self.model(input_ids=batch["input_ids"], labels=labels.clamp(min=0)).loss
+
+
+def test_several_stages_of_a_rank_get_batches_of_their_own_and_log_once() -> None:
+    def run() -> None:
+        config = FSDP2Config(pp_schedule="interleaved_1f1b")
+        logger = MetricsLogger()
+        trainer = make_trainer(FSDP2Strategy(pp_size=2, config=config), max_steps=1, logger=logger)
+        trainer.fit(Pops(), DataLoader(make_token_batches(1, size=4), batch_size=None))
+        assert trainer.callback_metrics["rows"] == 4
+
+    run_ranks(run, 2)
+
+
+class TrainsLater(Module):
+    """Trains all layers but those of the first of four stages, whose backward has nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.model.embed_tokens.requires_grad_(False)
+        self.model.model.layers[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_a_frozen_first_stage_leaves_the_gradients_of_the_others(schedule: Any) -> None:
+    batches = make_token_batches(2, size=4)
+
+    def run() -> None:
+        torch.manual_seed(1)
+        module = TrainsLater()
+        alone = TrainsLater()
+        alone.load_state_dict(module.state_dict())
+        config = FSDP2Config(pp_schedule=schedule, pp_microbatches=2)
+        trainer = make_trainer(FSDP2Strategy(pp_size=2, config=config), max_steps=2, callbacks=[GradientNorm()])
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        optimizer = alone.configure_optimizers()
+        for batch in batches:
+            optimizer.zero_grad()
+            own_loss(alone.model, batch)[0].backward()
+            optimizer.step()
+        weights = whole_of_stages(dict(module.named_parameters()), trainer)
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=5e-5, msg=name)
+
+    run_ranks(run, 2)
+
+
+class LastLayerOnly(CausalLM):
+    def configure_optimizers(self) -> Any:
+        self.model.requires_grad_(False)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(".3." in name)
+        return torch.optim.AdamW([{"params": [p for p in self.parameters() if p.requires_grad]}])
+
+
+def test_a_stage_that_trains_nothing_takes_part_in_norms_that_callbacks_compute() -> None:
+    def run() -> None:
+        logger = MetricsLogger()
+        callbacks = [GradientNorm(), NaNGuard()]
+        trainer = make_trainer(
+            FSDP2Strategy(**PP2), max_steps=2, callbacks=callbacks, logger=logger, log_every_n_steps=1
+        )
+        trainer.fit(LastLayerOnly(config=CONFIGS["llama"]), DataLoader(make_token_batches(2, size=4), batch_size=None))
+        norms: list[Any] = [None, None]
+        torch.distributed.all_gather_object(norms, trainer.callback_metrics["gradients/norm"].item())
+        assert norms[0] == norms[1] > 0
+
+    run_ranks(run, 2)
+
+
+def test_a_resumed_run_keeps_its_number_of_micro_batches(tmp_path: Path) -> None:
+    """The last batch of an epoch has one row; alone, it would be refused."""
+    batches = make_token_batches(3, size=4)
+    batches[2] = {name: tensor[:1] for name, tensor in batches[2].items()}
+
+    def run() -> None:
+        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=2)
+        trainer.fit(CausalLM(config=CONFIGS["llama"]), DataLoader(batches, batch_size=None))
+        trainer.save_checkpoint(tmp_path / "two.ckpt")
+        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=3)
+        loader = DataLoader(batches[2:], batch_size=None)
+        module = CausalLM(config=CONFIGS["llama"])
+        trainer.fit(module, loader, ckpt_path=tmp_path / "two.ckpt")
+        assert trainer.global_step == 3
+        assert trainer.strategy.resumption.micro_batches == (4, 4)
+
+    run_ranks(run, 2)
+
+
+def test_sharded_logits_are_refused_in_an_evaluation_of_ones_own_on_all_ranks() -> None:
+    def run() -> None:
+        config = FSDP2Config(loss_parallel=True)
+        trainer = make_trainer(FSDP2Strategy(pp_size=2, tp_size=2, config=config))
+        with pytest.raises(ValueError, match=r"pp_size=2 with loss_parallel=True.*Use loss_parallel=False"):
+            trainer.predict(Module(), DataLoader(make_token_batches(1, size=4), batch_size=None))
+
+    run_ranks(run, 4)
+
+
+class Gathers(Module):
+    """Compares its rows with those of all data parallel ranks, after the model, as contrastive losses do."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        loss = self.loss(self.model, batch)[0]
+        assert self.all_gather(batch["input_ids"]).shape == (2, 1, 12)
+        return loss
+
+
+def test_all_gather_in_a_step_is_over_the_ranks_of_the_stage() -> None:
+    def run() -> None:
+        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=1)
+        trainer.fit(Gathers(), DataLoader(make_token_batches(1, size=4), batch_size=None))
 
     run_ranks(run, 4)

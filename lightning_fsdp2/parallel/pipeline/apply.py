@@ -6,13 +6,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
-from lightning_fsdp2.compat.fsdp import initialize_root
 from lightning_fsdp2.compat.transformers import install_output_hooks
 from lightning_fsdp2.mesh import get_device
 from lightning_fsdp2.modules.stages import set_pipeline_ranks
-from lightning_fsdp2.modules.structure import find_hf_models, get_class_name, get_entrances
+from lightning_fsdp2.modules.structure import find_hf_models, get_class_name, get_entrances, is_lightning_module
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.pipeline.evaluate import evaluate_in_stages, share_from_last_stage
 from lightning_fsdp2.parallel.pipeline.run import PipelineRun
@@ -23,7 +21,7 @@ T = TypeVar("T")
 
 _ATTRIBUTE = "_lightning_fsdp2_pipeline"
 
-_RECORDS = ("output_hidden_states", "output_attentions")
+_RECORDS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments that ask a model for results of every layer, which a stage does not have."""
 
 
@@ -39,9 +37,6 @@ def apply_pipeline_parallel(root: nn.Module, split: Split, device_mesh: DeviceMe
         gathers_once: See :class:`~lightning_fsdp2.parallel.pipeline.run.PipelineRun`.
     """
     device = get_device(device_mesh)
-    # a plan allocates parameters after this function, and then initializes the root
-    if isinstance(root, FSDPModule) and not any(parameter.is_meta for parameter in root.parameters()):
-        initialize_root(root)  # now, because later some modules of this rank are not in `root` while a stage runs
     shared = build_shared_parameters(root, split, device_mesh, device)
     set_pipeline_ranks(root, shared.ranks)
     run = PipelineRun(split, root, shared, device=device, gathers_once=gathers_once)
@@ -62,6 +57,8 @@ def apply_pipeline_parallel(root: nn.Module, split: Split, device_mesh: DeviceMe
     if root is not split.model:
         for name in get_entrances(root):
             wrap_method(root, run.end_entrance, name)
+        if not is_lightning_module(root):
+            root.register_forward_hook(lambda *_: run.end_wrapper())
 
 
 def get_optional_pipeline(root: nn.Module) -> PipelineRun | None:
@@ -105,7 +102,8 @@ def get_from_last_stage(root: nn.Module, value: T) -> T:
 def _run_model(run: PipelineRun, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's forward on one stage in a step, and through all stages anywhere else."""
     model: Any = run.split.model
-    asked = [name for name in _RECORDS if kwargs.get(name, getattr(model.config, name, False))]
+    config = model.config.get_text_config()
+    asked = [name for name in _RECORDS if kwargs.get(name, getattr(config, name, False))]
     asked += [name for name in ("past_key_values",) if kwargs.get(name) is not None]
     asked += [name for name in ("use_cache",) if kwargs.get(name)]
     if asked:

@@ -13,6 +13,9 @@ from lightning_fsdp2.labels import IGNORE_INDEX
 _POSITIONS = "position_ids"
 """Name of the tensor whose dim 1 is the batch if it has three dims: [3 or 4, batch, sequence] for images."""
 
+_PATCHES = ("image_grid_thw", "video_grid_thw")
+"""Names of tensors that say how many rows of other tensors, such as ``pixel_values``, belong to an image."""
+
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 """Names of tensors that list the documents of a whole batch, so that rows cannot be taken out of them."""
 
@@ -45,7 +48,7 @@ def divide_batch(batch: Any, number: int) -> list[Any]:
         number: Number of micro-batches, which divides the number of rows.
 
     Raises:
-        ValueError: When the batch lists its documents in one tensor for all rows, which cannot be divided.
+        ValueError: When the batch has documents or images that cannot be divided by rows.
     """
     rows = count_rows(batch)
     size = rows // number
@@ -53,6 +56,12 @@ def divide_batch(batch: Any, number: int) -> list[Any]:
         raise ValueError(
             f"pp_size: the batch has {names[0]!r}, which lists the documents of all its rows, so it cannot be divided"
             " into micro-batches. Pack documents into several rows with `position_ids`, or use pp_size=1."
+        )
+
+    if isinstance(batch, Mapping) and number > 1 and (names := [name for name in _PATCHES if name in batch]):
+        raise ValueError(
+            f"pp_size: the batch has {names[0]!r}, so its images have no dim for the rows of the batch and cannot be"
+            " divided into micro-batches. Use pp_microbatches=1, or pp_size=1."
         )
 
     def take(index: int) -> Callable[[str, Tensor], Tensor]:
@@ -63,6 +72,11 @@ def divide_batch(batch: Any, number: int) -> list[Any]:
         return narrow
 
     return [_map_tensors(batch, take(index)) for index in range(number)]
+
+
+def copy_batch(batch: Any) -> Any:
+    """Return a copy of a batch, with copies of its tensors."""
+    return _map_tensors(batch, lambda name, tensor: tensor.clone())
 
 
 def add_rows_without_labels(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:

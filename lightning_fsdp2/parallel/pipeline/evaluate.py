@@ -1,11 +1,14 @@
 """Evaluation of a model through all stages of a pipeline, for code that calls the model on all ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.parallel.pipeline.run import PipelineRun
@@ -60,35 +63,51 @@ def share_from_last_stage(run: PipelineRun, value: Any) -> Any:
 
 
 def _share_output(run: PipelineRun, output: Any) -> Any:
-    """Return the output of the last stage on all ranks: its class, its tensors, and whatever else can be pickled."""
-    forms = None
-    if output is not None:
-        items = output.items() if isinstance(output, Mapping) else enumerate(output)
-        named = {key: value for key, value in items if value is not None}
-        forms = (
-            type(output),
-            [(key, (value.shape, value.dtype) if isinstance(value, Tensor) else value) for key, value in named.items()],
-        )
-    message: list[Any] = [forms]
+    """Return the output of the last stage on all ranks, with its tensors on the device of each rank.
+
+    Args:
+        run: Runner of this rank's stages.
+        output: Output of the model on the last stage, such as transformers' ``ModelOutput``; None on other stages.
+
+    Raises:
+        ValueError: On all ranks, if the output has tensors that are sharded over ranks.
+    """
+    tensors: list[Tensor] = []
+
+    def describe(tensor: Tensor) -> _Described:
+        tensors.append(tensor)
+        return _Described(len(tensors) - 1, tensor.shape, tensor.dtype, isinstance(tensor, DTensor))
+
+    message: list[Any] = [apply_to_collection(output, Tensor, describe) if run.has_last_stage else None]
     dist.broadcast_object_list(message, group=run.control, group_src=run.last_rank)
-    kind, forms = message[0]
-    values: dict[Any, Any] = {}
-    for key, form in forms:
-        values[key] = form
-        if isinstance(form, tuple) and isinstance(form[0], torch.Size):
-            shape, dtype = form
-            is_here = output is not None
-            tensor = named[key].contiguous() if is_here else torch.empty(shape, dtype=dtype, device=run.device)
-            dist.broadcast(tensor, group=run.group, group_src=run.last_rank)
-            values[key] = tensor
-    if output is not None:
-        return output
-    return kind(**values) if issubclass(kind, Mapping) else kind(values.values())
+
+    def receive(described: _Described) -> Tensor:
+        if described.is_sharded:
+            raise ValueError(
+                f"pp_size={run.group.size()} with loss_parallel=True: the model returns logits with a sharded"
+                " vocabulary, which cannot be passed on to the other stages in an evaluation. Use loss_parallel=False,"
+                " or the validation steps of CausalLM."
+            )
+        if run.has_last_stage:
+            tensor = tensors[described.index].contiguous()
+        else:
+            tensor = torch.empty(described.shape, dtype=described.dtype, device=run.device)
+        dist.broadcast(tensor, group=run.group, group_src=run.last_rank)
+        return tensor
+
+    shared = apply_to_collection(message[0], _Described, receive)
+    return output if run.has_last_stage else shared
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Tensor in a message to other ranks."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    is_sharded: bool
 
 
 def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(device)
-    if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
-    return type(value)(_move(item, device) for item in value) if isinstance(value, list | tuple) else value
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().to(device))

@@ -26,6 +26,7 @@ from lightning_fsdp2.compat.torch_simulation import with_values
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.modules.stubs import Passage
 from lightning_fsdp2.parallel.data.gradients import defer_unit_sync
+from lightning_fsdp2.parallel.pipeline.batches import copy_batch
 from lightning_fsdp2.parallel.pipeline.schedule import Action, Kind, get_rank
 from lightning_fsdp2.parallel.pipeline.shared import SharedParameters
 from lightning_fsdp2.parallel.pipeline.split import Split
@@ -85,6 +86,7 @@ class PipelineRun:
         self._stage = 0
         self._passage: Passage | None = None
         self._sums: Tensor | None = None
+        self._first_seed = 0
         self._depth = 0
 
     @property
@@ -108,12 +110,15 @@ class PipelineRun:
         return get_rank(self.last_stage, self.group.size())
 
     def describe(self) -> str:
-        """Describe the stages for users: the layers of each, and the parameters of the whole model."""
-        total = sum(parameter.shape.numel() for parameter in self.split.stages.parameters.values())
+        """Say how the model is divided, since Lightning's summary of the module counts only this rank's parameters."""
+        stages = self.split.stages
+        numbers = {name: parameter.shape.numel() for name, parameter in stages.parameters.items()}
+        own = sum(number for name, number in numbers.items() if stages.is_own(name))
         layers = ", ".join(str(len(layers)) for layers in self.split.ranges)
         return (
-            f"The {self.split.num_stages} pipeline stages have {layers} layers. The whole model has {total:,}"
-            " parameters; a summary of the module counts those of its rank."
+            f"The {self.split.num_stages} pipeline stages have {layers} layers. Pipeline rank {stages.rank} of"
+            f" {stages.num_ranks} holds {own:,} of the module's {sum(numbers.values()):,} parameters; Lightning's model"
+            " summary counts only those."
         )
 
     def execute(
@@ -139,23 +144,20 @@ class PipelineRun:
             reduces_each: Whether every backward reduce-scatters its gradients, instead of only the last one.
         """
         units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
-        if isinstance(self.root, FSDPModule):
-            # a forward would initialise only the units of its stage
-            initialize_root(self.root)
         own = orders[self.group.rank()]
-        last = max((index for index, action in enumerate(own) if action.kind is Kind.BACKWARD), default=None)
-        gathers_once = self.gathers_once or last is None
+        backwards = [index for index, action in enumerate(own) if action.kind is Kind.BACKWARD]
+        gathers_once = self.gathers_once or not backwards
         flags = _BackwardFlags(units, defers=synchronises, reduces_each=reduces_each, frees_once=gathers_once)
-        execution = _Execution(self, units, step, micro_batches, key, trains=last is not None)
+        execution = _Execution(self, units, step, micro_batches, key, trains=bool(backwards))
         self.is_running = True
         try:
             with ExitStack() as stack:
-                self._seed = stack.enter_context(_keep_random_state(self.device))
+                self._first_seed = stack.enter_context(_keep_random_state(self.device))
                 if gathers_once:
                     stack.enter_context(keep_unsharded_after_forward(units))
                 stack.enter_context(flags)
                 for index, action in enumerate(own):
-                    if index == last:
+                    if action.kind is Kind.BACKWARD and index == execution.find_last(own, backwards):
                         flags.begin_last_backward()
                     with self.surround(action):
                         execution.perform(action)
@@ -176,6 +178,8 @@ class PipelineRun:
             received: What the stage before has passed on: hidden states, and sums of :meth:`add_over_stages` if there
                 are any.
         """
+        if isinstance(self.root, FSDPModule):
+            initialize_root(self.root)  # a forward would initialise only the units of its stage
         hidden, self._sums = (*received, None, None)[:2]
         with self.split.run_stage(stage, hidden) as passage:
             self._stage, self._passage = stage, passage
@@ -224,6 +228,15 @@ class PipelineRun:
         finally:
             self._depth -= 1
 
+    def end_wrapper(self) -> None:
+        """End the step of a plain loop after a module around the model, whose forward :meth:`end_entrance` has ended.
+
+        Raises:
+            EndOfStage: On a stage that is not the last.
+        """
+        if self.is_running and not self.is_on_last_stage and self._depth == 0:
+            raise EndOfStage
+
     def run_model(self, forward: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run the forward of the model on the current stage, with random numbers of this stage.
 
@@ -262,7 +275,7 @@ class PipelineRun:
 
     def seed_micro_batch(self, number: int) -> None:
         """Set the random state in which every stage begins the step of a micro-batch."""
-        _seed(self._seed + number)
+        _seed(self._first_seed + number)
 
 
 class _Execution:
@@ -281,6 +294,7 @@ class _Execution:
         self.run, self.step, self.micro_batches = run, step, micro_batches
         self.peak = 0
         self._key, self._trains = (key, trains), trains
+        self._first_stage_trains = True
         self._units = units
         inside: set[Any] = {module for layer in run.split.layers for module in layer.modules()}
         self._outer_units = [unit for unit in units if unit not in inside]
@@ -288,6 +302,13 @@ class _Execution:
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._outputs: dict[tuple[int, int], list[Tensor]] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
+
+    def find_last(self, order: Sequence[Action], backwards: Sequence[int]) -> int | None:
+        """Return the index of the last backward that runs autograd, once a backward of ``order`` is about to run.
+
+        If all weights of the first stage are frozen, its backwards have nothing to compute.
+        """
+        return max((index for index in backwards if order[index].stage > 0 or self._first_stage_trains), default=None)
 
     def perform(self, action: Action) -> None:
         """Perform one action."""
@@ -306,14 +327,21 @@ class _Execution:
         self.run.seed_micro_batch(number)
         result: Tensor | None = None
         with self.run.run_stage(stage, received) as passage, suppress(EndOfStage):
-            result = self.step(self.micro_batches[number])
+            result = self.step(self._get_micro_batch(number))
         if self._trains:
             self._inputs[stage, number] = received
             self.peak = max(self.peak, len(self._inputs))
         if stage < self.run.last_stage:
-            self._outputs[stage, number] = self.run.collect_outputs(passage)
+            outputs = self._outputs[stage, number] = self.run.collect_outputs(passage)
+            if stage == 0:
+                self._first_stage_trains = any(output.requires_grad for output in outputs)
         elif self._trains:
             self._outputs[stage, number] = [cast(Tensor, result)]
+
+    def _get_micro_batch(self, number: int) -> Any:
+        """Return a micro-batch for one stage. Several stages of this rank get copies, which a step may change."""
+        micro_batch = self.micro_batches[number]
+        return copy_batch(micro_batch) if len(self.run.split.own_stages) > 1 else micro_batch
 
     def _take_input(self, stage: int, number: int) -> list[Tensor]:
         """Return the input of a stage, cut from the graph of the stage before."""

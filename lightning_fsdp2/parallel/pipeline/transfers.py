@@ -54,7 +54,7 @@ class Transfers:
 
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._control, self._device = group, control, device
-        self._told: set[Hashable] = set()
+        self._told: dict[Hashable | None, list[_Form]] = {}
         self._forms: dict[Hashable, list[_Form]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
         self.elements = 0
@@ -67,9 +67,20 @@ class Transfers:
             rank: Rank within the pipeline.
             tag: Number that tells apart tensors that are on their way to the same rank at the same time.
             key: Key under which the receiver remembers the shapes. None sends a header in any case.
+
+        Raises:
+            ValueError: When tensors of other shapes were sent under this key.
         """
-        if key is None or key not in self._told:
-            self._told.add(key)
+        forms = [_Form(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if self._told.get(key, forms) != forms:
+            raise ValueError(
+                f"pp_size: a micro-batch has hidden states of the shape {forms[0].shape}, but an earlier one of an"
+                f" equal shape had {self._told[key][0].shape}, which the next stage expects. A step must not change the"
+                " length of its micro-batch; change the batch before `training_step`, or use pp_size=1."
+            )
+        if key not in self._told:
+            if key is not None:
+                self._told[key] = forms
             header = _pack_header(tensors)
             self._sent.append((dist.isend(header, group=self._control, group_dst=rank, tag=tag), header))
         self.send_known(tensors, rank, tag=tag)

@@ -84,9 +84,16 @@ class Stack:
         self.local = self.whole // ranks if self.whole % ranks == 0 else 0
         self.is_open = True
 
-    def pause(self) -> None:
-        """Leave the hidden states as they are, because the next layers run on a later pipeline stage."""
+    def pause(self, hidden: Tensor) -> Tensor:
+        """Leave hidden states as they are, because the next layers run on a later pipeline stage.
+
+        Returns:
+            Zeros of the shape of whole hidden states, without memory, for what the model does after its layers.
+        """
         self.is_open = False
+        shape = list(hidden.shape)
+        shape[self.stream_dim] = self.whole
+        return hidden.new_zeros(()).expand(shape)
 
     def run_first(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call the first layer with this rank's part of the sequence.

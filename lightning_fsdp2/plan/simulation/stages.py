@@ -72,7 +72,7 @@ def simulate_neighbours(strategy: Any, module: nn.Module, boundary: Boundary | N
         strategy.pipelining.outputs_class = SimulatedOutputs
         # the step reads what these methods return, and other ranks would say the same as this one
         strategy.world.decide = lambda value, **options: value
-        strategy.world.find_maximum = _keep_values
+        strategy.world.find_maximum_of_stage = _keep_values
     return run
 
 

@@ -142,18 +142,19 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Te
 
 
 @torch.no_grad()
-def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Broadcast tensors from the first rank of a group to its other ranks, in place and in one message per device.
+def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, source: int = 0) -> None:
+    """Broadcast tensors from one rank of a group to its other ranks, in place and in one message per device.
 
     Args:
         tensors: Strided tensors of any dtype, with the same shapes and dtypes on all ranks.
         group: Process group; None for all ranks.
+        source: Rank within the group that has the tensors.
     """
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [tensor for tensor in tensors if tensor.device == device]
         parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in here]
         message = torch.cat(parts)
-        dist.broadcast(message, group=group, group_src=0)
+        dist.broadcast(message, group=group, group_src=source)
         for tensor, received in zip(here, message.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
 

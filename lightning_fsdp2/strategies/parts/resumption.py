@@ -37,6 +37,7 @@ class Resumption:
 
     Attributes:
         epoch: Epoch in which the run resumes. 0 if the run does not resume, or if training has already started.
+        micro_batches: With a pipeline, the largest number of rows of a batch so far, and its number of micro-batches.
     """
 
     def __init__(self, world: World, tracking: Tracking) -> None:
@@ -46,6 +47,7 @@ class Resumption:
         self._repeats_epoch = False
         self._last_loader_states: Sequence[Any] = ()
         self.epoch = 0
+        self.micro_batches = (0, 0)
 
     # ------------------------------------------------------------------ into a checkpoint
 
@@ -81,6 +83,7 @@ class Resumption:
             "loader_states": {rank: loaders for rank, _, loaders in everyone if loaders},
             "has_global_positions": _has_global_positions(trainer),
             "tracking": self._tracking.get_state(trainer),
+            "micro_batches": self.micro_batches,
         }
 
     # ------------------------------------------------------------------ out of a checkpoint
@@ -88,6 +91,7 @@ class Resumption:
     def begin_stage(self) -> None:
         """Start a stage of the Trainer, and forget states from earlier checkpoints."""
         self.epoch = 0
+        self.micro_batches = (0, 0)
         self._random_state = None
         self._repeats_epoch = False
 
@@ -105,6 +109,7 @@ class Resumption:
         world = self._world
         if "tracking" in states:  # older checkpoints do not have this key
             self._tracking.set_state(states["tracking"])
+        self.micro_batches = states.get("micro_batches", (0, 0))
         random_states, loader_states, mesh = states["random_states"], states["loader_states"], states.get("mesh")
         changed, lost = [], []
         if self._fits_random_states(len(random_states), mesh):

@@ -196,6 +196,12 @@ class World:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control_group)
         return largest
 
+    def find_maximum_of_stage(self, numbers: Any) -> Tensor:
+        """Return the element-wise maximum of ``numbers`` over the ranks of this stage, as float64 on the host."""
+        largest = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.get_stage_control())
+        return largest
+
     def start_maximum(self, number: int) -> Callable[[], int]:
         """Begin to compute the maximum of ``number`` over all ranks. Return a function that waits for the result."""
         largest = torch.tensor(number)

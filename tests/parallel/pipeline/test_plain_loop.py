@@ -58,3 +58,32 @@ def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: 
             torch.testing.assert_close(weights[name], weight.detach(), rtol=0, atol=5e-5, msg=name)
 
     run_ranks(run, 4)
+
+
+class Wrapper(nn.Module):
+    """A module of one's own around the model, with code after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids).logits[:, -1]
+
+
+def test_a_step_ends_with_the_model_inside_of_a_wrapper() -> None:
+    def run() -> int:
+        config = FSDP2Config()
+        wrapper = Wrapper(make_causal_lm(CONFIGS["llama"]))
+        FSDP2Manager(config, create_device_mesh(config, pp_size=2, device_type="cpu")).parallelize(wrapper)
+        ends = []
+
+        def step(part: dict[str, Tensor]) -> Tensor:
+            logits = wrapper(part["input_ids"])
+            ends.append(logits.shape)
+            return logits.square().mean()
+
+        train_on_stages(wrapper, step, make_token_batches(1, size=4)[0], micro_batches=4)
+        return len(ends)
+
+    assert run_ranks(run, 2) == [0, 4]
