@@ -259,9 +259,8 @@ class FSDP2Config(_Flags):
         _check_backend_of_offload(self.backend, self.offload_policy)
         _check_depth("fsdp2_backward_prefetch_depth", self.fsdp2_backward_prefetch_depth)
         _check_depth("fsdp2_forward_prefetch_depth", self.fsdp2_forward_prefetch_depth)
-        _check_word("pp_schedule", self.pp_schedule, get_args(PipelineSchedule))
         _check_optional_count("pp_microbatches", self.pp_microbatches)
-        _check_stages_per_rank(self.pp_stages_per_rank, self.pp_schedule)
+        check_pipeline_schedule(self.pp_schedule, self.pp_stages_per_rank)
         _check_layers_per_stage(self.pp_layers_per_stage)
         missing = [name for name in ("sequence_parallel", "enable_compile") if not getattr(self, name)]
         if self.enable_async_tensor_parallel and missing:
@@ -573,8 +572,15 @@ def _check_optional_count(option: str, value: object) -> None:
         raise ValueError(f"{option}={value} must be an int >= 1; use None for the default.")
 
 
-def _check_stages_per_rank(value: int | None, schedule: str) -> None:
+def check_pipeline_schedule(schedule: str, value: int | None) -> None:
+    """Check a pipeline schedule, and the number of stages on each rank that it is to run; None for the default.
+
+    Raises:
+        TypeError: When the number is no int.
+        ValueError: When the schedule is not known, or does not run this number of stages.
+    """
     option = "pp_stages_per_rank"
+    _check_word("pp_schedule", schedule, get_args(PipelineSchedule))
     _check_optional_count(option, value)
     if schedule == "interleaved_1f1b" and value == 1:
         raise ValueError(

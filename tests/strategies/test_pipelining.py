@@ -288,7 +288,7 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
         (CausalLM, {}, cut(1), "pp_size=2 divides the rows .* only one row"),
         (Module, {"pp_microbatches": 3}, cut(4), "pp_microbatches=3 does not divide the 4 rows .*drop_last"),
         (ReturnsNone, {}, cut(4), "`training_step` returned None as the loss of a micro-batch"),
-        (CallsTwice, {}, cut(4), "calls LlamaForCausalLM more than once"),
+        pytest.param(CallsTwice, {}, cut(4), "calls LlamaForCausalLM more than once", marks=pytest.mark.slow),
         pytest.param(CallsNothing, {}, cut(4), "the step did not run LlamaForCausalLM", marks=pytest.mark.slow),
         pytest.param(
             LogsMetric,
@@ -445,7 +445,13 @@ def test_each_stage_runs_every_micro_batch_and_sends_only_hidden_states(
 @pytest.mark.parametrize("micro_batches", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     ("flags", "gathers", "reductions"),
-    [({}, 1, 1), ({"pp_schedule": "interleaved_1f1b"}, 1, 1), ({"defer_fsdp_grad_sync": False}, 1, None)],
+    [
+        ({}, 1, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (({"pp_schedule": "interleaved_1f1b"}, 1, 1), ({"defer_fsdp_grad_sync": False}, 1, None))
+        ),
+    ],
     ids=str,
 )
 def test_units_gather_and_reduce_once_per_step(
@@ -586,6 +592,7 @@ def test_modules_around_the_model_train_as_in_one_process_and_are_the_same_on_al
     run_ranks(run, 2)
 
 
+@pytest.mark.slow
 def test_stages_that_read_different_batches_are_refused() -> None:
     def run() -> None:
         torch.manual_seed(torch.distributed.get_rank())
@@ -607,6 +614,7 @@ class Pops(Module):
         return self.model(input_ids=batch["input_ids"], labels=labels.clamp(min=0)).loss
 
 
+@pytest.mark.slow
 def test_several_stages_of_a_rank_get_batches_of_their_own_and_log_once() -> None:
     def run() -> None:
         config = FSDP2Config(pp_schedule="interleaved_1f1b")
@@ -697,6 +705,7 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(tmp_path: Path) -> None
     run_ranks(run, 2)
 
 
+@pytest.mark.slow
 def test_sharded_logits_are_refused_in_an_evaluation_of_ones_own_on_all_ranks() -> None:
     def run() -> None:
         config = FSDP2Config(loss_parallel=True)

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, chain
 from math import gcd
+from typing import get_args
 
-SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe")
+from lightning_fsdp2.config import PipelineSchedule, check_pipeline_schedule
+
+SCHEDULES = get_args(PipelineSchedule)
 
 
 class Kind(Enum):
@@ -80,7 +83,7 @@ def check_schedule(schedule: str, *, ranks: int, micro_batches: int, stages_per_
         ValueError: When the schedule is not known, a number is smaller than 1, the schedule and the number of stages
             per rank do not fit together, or interleaving cannot divide the micro-batches into rounds.
     """
-    _check_stages_per_rank(schedule, stages_per_rank)
+    check_pipeline_schedule(schedule, stages_per_rank)
     _check_positive("pp_size", ranks)
     _check_positive("pp_microbatches", micro_batches)
     if schedule == "interleaved_1f1b" and micro_batches % _count_rounds(ranks, micro_batches):
@@ -296,22 +299,6 @@ def _get_optional_start(
 
 def _count_rounds(ranks: int, micro_batches: int) -> int:
     return max(1, micro_batches // ranks)
-
-
-def _check_stages_per_rank(schedule: str, stages_per_rank: int) -> None:
-    if schedule not in SCHEDULES:
-        raise ValueError(f'pp_schedule="{schedule}" is not known; use one of {", ".join(map(repr, SCHEDULES))}.')
-    _check_positive("pp_stages_per_rank", stages_per_rank)
-    if schedule == "interleaved_1f1b" and stages_per_rank == 1:
-        raise ValueError(
-            'pp_stages_per_rank=1 gives pp_schedule="interleaved_1f1b" no stages to interleave; use'
-            ' pp_stages_per_rank=2 or more, or pp_schedule="1f1b".'
-        )
-    if schedule != "interleaved_1f1b" and stages_per_rank > 1:
-        raise ValueError(
-            f'pp_stages_per_rank={stages_per_rank}, but pp_schedule="{schedule}" runs one stage on each rank; use'
-            ' pp_schedule="interleaved_1f1b" or pp_stages_per_rank=1.'
-        )
 
 
 def _check_positive(option: str, value: int) -> None:

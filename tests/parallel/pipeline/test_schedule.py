@@ -233,13 +233,13 @@ def test_one_row_is_refused_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("schedule", "p", "m", "v", "message"),
     [
-        ("zero_bubble", 2, 2, 1, 'pp_schedule="zero_bubble" is not known; use one of'),
+        ("zero_bubble", 2, 2, 1, r"pp_schedule='zero_bubble'"),
         ("1f1b", 0, 2, 1, "pp_size=0 is too small"),
         ("1f1b", 2, 0, 1, "pp_microbatches=0 is too small"),
-        ("1f1b", 2, 2, 0, "pp_stages_per_rank=0 is too small"),
-        ("1f1b", 2, 2, 2, 'pp_stages_per_rank=2, but pp_schedule="1f1b" runs one stage'),
-        ("gpipe", 2, 2, 3, 'pp_stages_per_rank=3, but pp_schedule="gpipe" runs one stage'),
-        ("interleaved_1f1b", 2, 2, 1, "no stages to interleave"),
+        ("1f1b", 2, 2, 0, "pp_stages_per_rank=0 must be an int >= 1"),
+        ("1f1b", 2, 2, 2, "pp_stages_per_rank=2 with pp_schedule='1f1b': this schedule has one stage"),
+        ("gpipe", 2, 2, 3, "pp_stages_per_rank=3 with pp_schedule='gpipe': this schedule has one stage"),
+        ("interleaved_1f1b", 2, 2, 1, "only several stages on each rank can be interleaved"),
         ("interleaved_1f1b", 4, 9, 2, "pp_microbatches=9 is not a multiple of the 2 rounds.*such as 8"),
     ],
 )
