@@ -78,7 +78,7 @@ def build_shared_parameters(
         else:
             purpose = f"copies of pipeline ranks {ranks}"
             groups[index] = get_extra_group(device_mesh, purpose, [members[rank] for rank in ranks])
-        if own != ranks[0]:
+        if not split.stages.is_counted(name):
             elsewhere.add(named[name])
     return SharedParameters(
         parameters=parameters,
