@@ -15,6 +15,7 @@ from lightning_fsdp2.sizes import (
     EP_SHARD,
     EXPERT_PARALLEL,
     PIPELINE_PARALLEL,
+    STAGE,
     TENSOR_PARALLEL,
 )
 
@@ -145,6 +146,15 @@ def get_pipeline_control(device_mesh: DeviceMesh) -> dist.ProcessGroup:
     """
     ranks = get_mesh(device_mesh, PIPELINE_PARALLEL).mesh.tolist()
     return get_extra_group(device_mesh, "control of the pipeline", ranks, backend="gloo")
+
+
+def get_stage_control(device_mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the CPU group of the ranks of this pipeline stage of ``device_mesh``, for messages from the host.
+
+    The first call creates the group, and all ranks of the stage must make this call.
+    """
+    ranks = get_mesh(device_mesh, STAGE).mesh.tolist()
+    return get_extra_group(device_mesh, "control of the stage", ranks, backend="gloo")
 
 
 def check_no_pipeline_parallel(device_mesh: DeviceMesh, sharder: str) -> None:

@@ -77,6 +77,7 @@ def fsdp2_strategy_parallelize(
     fsdp2_backward_prefetch_depth: int = 2,
     fsdp2_forward_prefetch_depth: int = 1,
     pp_schedule: PipelineSchedule = "1f1b",
+    pp_microbatches: int | None = None,
     pp_stages_per_rank: int | None = None,
     pp_layers_per_stage: Sequence[int] | None = None,
     materializes: bool = True,
@@ -130,6 +131,7 @@ def fsdp2_strategy_parallelize(
         fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
         fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
         pp_schedule=pp_schedule,
+        pp_microbatches=pp_microbatches,
         pp_stages_per_rank=pp_stages_per_rank,
         pp_layers_per_stage=None if pp_layers_per_stage is None else list(pp_layers_per_stage),
     )

@@ -420,7 +420,7 @@ def test_a_step_under_tensor_parallelism_warns_of_nothing(options: dict[str, Any
             fsdp2_strategy_parallelize,
             FSDP2Config,
             # flags of a run, and `tp_shard_plan`
-            {"backend", "bind_device_id", "defer_fsdp_grad_sync", "pp_microbatches", "tp_plan"},
+            {"backend", "bind_device_id", "defer_fsdp_grad_sync", "tp_plan"},
         ),
         (
             megatron_fsdp_strategy_parallelize,

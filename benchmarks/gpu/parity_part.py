@@ -152,8 +152,7 @@ def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, fo
     else:
         wrapped = FSDP2Manager(config, mesh).parallelize(model)
     if layout.pp_size > 1:
-        step = partial(get_loss, wrapped)
-        loss = train_on_stages(wrapped, step, tokens, micro_batches=len(tokens), schedule=config.pp_schedule)
+        loss = train_on_stages(wrapped, partial(get_loss, wrapped), tokens)
     else:
         loss = get_loss(wrapped, tokens)
         loss.backward()

@@ -4,7 +4,7 @@ A checkpoint has the names of the whole model, whatever stages there are. What o
 others save. In what a stage loads, tensors that only other stages hold are on the meta device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import chain
@@ -85,6 +85,37 @@ def unite(values: Sequence[Any]) -> Any:
     return first
 
 
+def check_lists(content: Any, group: dist.ProcessGroup) -> None:
+    """Refuse lists of DTensors, because items of different stages would have the same place in a checkpoint.
+
+    Args:
+        content: Nested containers to save.
+        group: CPU group of the ranks of the pipeline.
+
+    Raises:
+        ValueError: On all ranks of the pipeline, if there is such a list on any of them.
+    """
+    found = sorted(set(chain.from_iterable(gather_objects(list(_list_lists(content)), group))))
+    if found:
+        raise ValueError(
+            f"pp_size={group.size()}: a checkpoint cannot hold the list of sharded tensors at {', '.join(found[:5])},"
+            " because each stage has other tensors at the same places of the list. Save them in a dict by their names,"
+            " such as dict(module.named_parameters())."
+        )
+
+
+def _list_lists(value: Any, path: str = "") -> Iterator[str]:
+    """List the paths of lists and tuples with DTensors."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _list_lists(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        if any(isinstance(item, DTensor) for item in value):
+            yield path
+        for index, item in enumerate(value):
+            yield from _list_lists(item, f"{path}.{index}")
+
+
 def pop_sharded_of_stages(
     metadata: dict[str, Any], own: dict[str, Any], group: dist.ProcessGroup | None
 ) -> tuple[Any, dict[str, Any]]:
@@ -98,7 +129,12 @@ def pop_sharded_of_stages(
     Returns:
         The content with a placeholder for each DTensor of any stage, and this rank's DTensors; see
         :func:`~lightning_fsdp2.checkpoint.nested.pop_sharded`.
+
+    Raises:
+        ValueError: See :func:`check_lists`.
     """
+    if group is not None:
+        check_lists(metadata, group)
     marked, sharded = pop_sharded({**metadata, **own}, numbered=group is None)
     if group is None:
         return marked, sharded

@@ -419,11 +419,20 @@ def scale_in_float32(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply 16-bit tensors in place by a scalar in float32, with few kernel launches.
 
     ``torch._foreach_mul_`` either rounds the factor to 16 bits or launches a kernel for each tensor. The function that
-    ``GradScaler`` calls to unscale gradients does neither, so it is used here.
+    ``GradScaler`` calls to unscale gradients does neither, so it is used here where it supports the dtype.
+
+    Args:
+        tensors: Tensors of one 16-bit dtype on one device.
+        factor: [] on the same device.
     """
+    factor = factor.float()
     # the function requires this output tensor, and sets it to 1 if a value is not finite
     found = torch.zeros((), device=factor.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor.float())
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+    except NotImplementedError:  # in torch 2.11, CUDA's function has no bfloat16
+        for tensor in tensors:
+            tensor.copy_(tensor.float() * factor)
 
 
 def has_fused_optimizers(device: torch.device) -> bool:

@@ -44,6 +44,9 @@ class Passage:
     received: Tensor | None
     """Hidden states from the previous stage. None on the first stage."""
 
+    is_entered: bool = False
+    """Whether the stage's first layer has got the received hidden states. It never does on the first stage."""
+
     output: Tensor | None = None
     """Hidden states after the stage's last layer. None until then, and on the last stage."""
 
@@ -275,6 +278,7 @@ class LayerEntry(nn.Module):
             if stack is not None:
                 stack.resume(arguments[argument])
             arguments[argument] = passage.received
+            passage.is_entered = True
             args, kwargs = tuple(arguments[key] for key in range(len(args))), {key: arguments[key] for key in kwargs}
         return self._layer(*args, **kwargs)
 

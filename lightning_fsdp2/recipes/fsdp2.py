@@ -110,7 +110,7 @@ def parallelize_with_fsdp2(
         load_pretrained(model, weights_device, device_mesh)
         materialize(model, weights_device, device_mesh)
     if split is not None:
-        apply_pipeline_parallel(model, split, device_mesh, gathers_once=config.reshard_after_forward in (None, False))
+        apply_pipeline_parallel(model, split, device_mesh, config)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
     return model
 
@@ -241,6 +241,7 @@ def _warn_of_flags(axes: MeshAxes, config: FSDP2Config) -> None:
     """Log warnings on global rank 0 about flags that have no effect on this mesh, or not the one to expect."""
     warn_of_tensor_parallel_flags(axes.tp, config)
     _warn_of_context_parallel_flags(axes.cp, config)
+    _warn_of_pipeline_flags(axes.pp, config)
     _warn_of_uncompiled_experts(axes.ep, config)
 
 
@@ -256,6 +257,15 @@ def _warn_of_context_parallel_flags(cp_mesh: DeviceMesh | None, config: FSDP2Con
     if cp_mesh is None and dist.get_rank() == 0 and is_set:
         logger.warning(
             "context_parallel_method and context_parallel_inputs have no effect with one context parallel rank."
+        )
+
+
+def _warn_of_pipeline_flags(pp_mesh: DeviceMesh | None, config: FSDP2Config) -> None:
+    is_set = (config.pp_microbatches, config.stages_per_rank, config.pp_layers_per_stage) != (None, 1, None)
+    if pp_mesh is None and dist.get_rank() == 0 and (is_set or config.pp_schedule != "1f1b"):
+        logger.warning(
+            "pp_schedule, pp_microbatches, pp_stages_per_rank and pp_layers_per_stage have no effect with one pipeline"
+            " rank."
         )
 
 

@@ -484,6 +484,7 @@ def raise_(error: Exception) -> None:
     raise error
 
 
+@pytest.mark.slow
 def test_debug_keeps_the_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
     with pytest.raises(ArgumentError) as raised:

@@ -335,7 +335,10 @@ def check_summary(kind: Kind, summary: type[ModelSummary]) -> None:
         assert {k: v for k, v in mesh_data if k != "Type"} == {k: v for k, v in data if k != "Type"}
 
 
-@callback_option("ModelSummary", "sizes of whole parameters, whatever a rank holds, and of an example")
+@callback_option(
+    "ModelSummary",
+    "sizes of whole parameters, whatever a rank holds, and of an example; under `pp_size`, of rank 0's stages",
+)
 def check_model_summary(kind: Kind, folder: Path) -> None:
     check_summary(kind, ModelSummary)
 

@@ -194,7 +194,7 @@ def _train_on_mesh(model: nn.Module, layout: Layout, batches: list[Tensor]) -> R
     for batch in batches:
         optimizer.zero_grad()
         own = batch.chunk(layout.dp)[rank]
-        mean = _run_stages(model, own, layout) if layout.pp > 1 else _accumulate(called, own, layout)
+        mean = _run_stages(model, own) if layout.pp > 1 else _accumulate(called, own, layout)
         dist.all_reduce(mean)
         record.losses.append(mean.item() / layout.ranks)
         record.gradients.append(_get_gradients(model))
@@ -219,14 +219,14 @@ def _accumulate(model: Any, batch: Tensor, layout: Layout) -> Tensor:
     return mean
 
 
-def _run_stages(model: Any, batch: Tensor, layout: Layout) -> Tensor:
+def _run_stages(model: Any, batch: Tensor) -> Tensor:
     """Do the same in a pipeline."""
 
     def step(part: Tensor) -> Tensor:
         loss: Tensor = model(input_ids=part, labels=part, use_cache=False).loss
         return loss
 
-    return train_on_stages(model, step, batch, micro_batches=layout.accumulate)
+    return train_on_stages(model, step, batch)
 
 
 def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
@@ -240,6 +240,7 @@ def _parallelize(model: nn.Module, layout: Layout) -> tuple[Any, Any, int]:
         mp_policy=MixedPrecisionPolicy(),
         sequence_parallel=layout.sequence_parallel,
         context_parallel_method=layout.method,
+        pp_microbatches=layout.accumulate if layout.pp > 1 else None,
     )
     mesh = create_device_mesh(
         config,

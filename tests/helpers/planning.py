@@ -1,6 +1,8 @@
 """A small Llama, to be planned and to be trained; and what processes that train it really send and allocate."""
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -81,6 +83,19 @@ class CollectiveLog(TorchDispatchMode):
         return result
 
 
+class CollectiveRests(TorchDispatchMode):
+    """A rest after each collective of its block, in which gloo's threads let go of what they have sent and received.
+
+    Without it, a peak counts some of these tensors, more of them the slower the machine.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith(("c10d::", "_c10d_functional::")):
+            time.sleep(0.005)
+        return result
+
+
 class Watch(pl.Callback):
     """Logs the collectives of the second step, and how much the third and the fourth allocate at their peaks."""
 
@@ -90,21 +105,27 @@ class Watch(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         step, micro_batch = divmod(batch_idx, self.accumulation)
-        if micro_batch == 0 and step > 0:
-            allocations = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        if micro_batch > 0 or step == 0:
+            return
+        self.inside = ExitStack()
+        if step == 1:
             world = trainer.strategy.world
-            self.inside: Any = CollectiveLog(world.control_group, world.pipeline_control) if step == 1 else allocations
-            self.inside.__enter__()
+            self.log = self.inside.enter_context(CollectiveLog(world.control_group, world.pipeline_control))
+        else:
+            self.allocations = self.inside.enter_context(
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            )
+            self.inside.enter_context(CollectiveRests())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, micro_batch = divmod(batch_idx, self.accumulation)
         if micro_batch < self.accumulation - 1 or step == 0:
             return
-        self.inside.__exit__(None, None, None)
+        self.inside.close()
         if step == 1:
-            self.calls = self.inside.calls
+            self.calls = self.log.calls
         else:
-            self.added.append(find_peak(self.inside))
+            self.added.append(find_peak(self.allocations))
 
 
 def find_peak(run: profile) -> int:
@@ -142,7 +163,7 @@ def train(
 ) -> tuple[list[Call], int]:
     """Rank 0's collectives of a step, and the bytes that a step adds to what is there before it."""
     results = train_ranks(make_strategy, ranks, module=module, **options)
-    # a thread of gloo may let go of what it has sent a moment late, which adds to a peak
+    # a thread of gloo may still let go of what it has sent a moment late, which adds to a peak
     return results[0][0], min(added for _, added in results)
 
 

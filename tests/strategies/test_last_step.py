@@ -144,7 +144,7 @@ GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]]
 }
 """How a first run ends, how one goes on that was not ended, and the loader of both."""
 
-FAST_GOES_ON = ("amid an epoch, for epochs", "after an epoch, without validation", "after epochs")
+FAST_GOES_ON = ("amid an epoch, for epochs",)
 
 
 @pytest.mark.filterwarnings("ignore")

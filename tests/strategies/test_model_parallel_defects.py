@@ -278,6 +278,7 @@ def test_defect_10_validate_before_fit() -> None:
     run_ranks(run_ours, WORLD, group=False)
 
 
+@pytest.mark.slow
 def test_defect_12_a_compiled_module_is_refused(compile_without_code: None) -> None:
     def run_theirs() -> None:
         with pytest.raises(RuntimeError, match=r"compiled model is incompatible .*`ModelParallelStrategy`"):

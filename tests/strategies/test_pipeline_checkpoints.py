@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lightning_fsdp2 import CausalLM, FSDP2Strategy, load_from_checkpoint, verify_checkpoint
+from lightning_fsdp2 import CausalLM, CheckpointConfig, FSDP2Strategy, load_from_checkpoint, verify_checkpoint
 from lightning_fsdp2.callbacks import (
     ExponentialMovingAverage,
     GradientNorm,
@@ -180,6 +180,26 @@ def test_a_gradient_that_is_not_finite_stops_all_stages() -> None:
     def run() -> None:
         with pytest.raises(RuntimeError, match="the norm of the gradients of step 1 is not finite"):
             fit(Poisoned(config=CONFIGS["llama"]), callbacks=[NaNGuard()], gradient_clip_val=1.0)
+
+    run_ranks(run, 2)
+
+
+class Listing(pl.Callback):
+    """Saves sharded tensors in a list."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {"weights": [weight.detach() for weight in module.parameters()]}
+
+
+@pytest.mark.parametrize("checkpoint_format", ["sharded", "full"])
+def test_a_list_of_sharded_tensors_is_refused_instead_of_losing_those_of_a_stage(
+    tmp_path: Path, checkpoint_format: Any
+) -> None:
+    def run() -> None:
+        config = CheckpointConfig(format=checkpoint_format)
+        trainer = fit(make_module(), strategy=FSDP2Strategy(pp_size=2, checkpoint=config), callbacks=[Listing()])
+        with pytest.raises(ValueError, match=r"list of sharded tensors at kept\.weights, .* in a dict by their names"):
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
     run_ranks(run, 2)
 

@@ -86,7 +86,7 @@ def evaluate_alone(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[
     [
         pytest.param({"pp_size": 2}, {}, marks=pytest.mark.slow),
         ({"pp_size": 2}, {"pp_schedule": "interleaved_1f1b", "reshard_after_forward": True}),
-        ({"pp_size": 2, "tp_size": 2}, {"sequence_parallel": True}),
+        pytest.param({"pp_size": 2, "tp_size": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow),
     ],
 )
 def test_validation_and_predictions_are_those_of_one_process(sizes: dict[str, int], flags: dict[str, Any]) -> None:
@@ -131,6 +131,18 @@ def test_steps_of_ones_own_evaluate_on_all_ranks(sizes: dict[str, int]) -> None:
 
 
 # ---------------------------------------------------------------------- refusals
+
+
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 class Module(LoggingModule):
@@ -221,6 +233,23 @@ class AsksForHiddenStates(Module):
         return self.model(input_ids=batch["input_ids"], output_hidden_states=True).logits.sum()
 
 
+class AsksForCache(Module):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.model(input_ids=batch["input_ids"], use_cache=True).logits.sum()
+
+
+class SkipsLayers(LoggingModule):
+    """A model that skips the layers of one stage, which the trace of its forward could not see."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(partial(make_causal_lm, OPT), own_loss)
+        self.stage = stage
+
+    def on_train_start(self) -> None:
+        if self.trainer.strategy.world.pipeline_rank == self.stage:  # type: ignore[attr-defined]
+            self.model.model.decoder.layerdrop = 1.0
+
+
 class LosesTheGraph(Module):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
         return self.loss(self.model, batch)[0].detach()
@@ -287,7 +316,13 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
         (Module, {}, cut(1), "pp_size=2 divides the rows .* only one row"),
         (CausalLM, {}, cut(1), "pp_size=2 divides the rows .* only one row"),
         (Module, {"pp_microbatches": 3}, cut(4), "pp_microbatches=3 does not divide the 4 rows .*drop_last"),
-        (ReturnsNone, {}, cut(4), "`training_step` returned None as the loss of a micro-batch"),
+        pytest.param(
+            ReturnsNone,
+            {},
+            cut(4),
+            "`training_step` returned None as the loss of a micro-batch",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(CallsTwice, {}, cut(4), "calls LlamaForCausalLM more than once", marks=pytest.mark.slow),
         pytest.param(CallsNothing, {}, cut(4), "the step did not run LlamaForCausalLM", marks=pytest.mark.slow),
         pytest.param(
@@ -315,17 +350,23 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            AsksForCache, {}, cut(4), "use_cache=True, but each rank has only the results", marks=pytest.mark.slow
+        ),
+        (partial(SkipsLayers, 1), {}, cut(4), "OPTForCausalLM skipped a layer, whose output the next one needs"),
+        pytest.param(partial(SkipsLayers, 0), {}, cut(4), "OPTForCausalLM skipped a layer", marks=pytest.mark.slow),
+        pytest.param(
             LogsWithLambda,
             {},
             cut(4),
             r"`self.log\('largest', ..., reduce_fx=.* cannot be sent to the other stages",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             OptimisesFromWithin,
             {},
             cut(4),
             "of OptimisesFromWithin finds no trainable parameters",
+            marks=pytest.mark.slow,
         ),
         (GroupsByLayer, {}, cut(4), "`configure_optimizers` of GroupsByLayer makes other numbers of parameter groups"),
         (UpdatesMetric, {}, cut(4), "updates the metric 'late' after the model"),

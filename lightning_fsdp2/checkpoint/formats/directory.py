@@ -128,7 +128,8 @@ def take_snapshot(
             warning.
 
     Raises:
-        ValueError: When an optimizer's state has tensors that are not DTensors and that differ between ranks.
+        ValueError: When an optimizer's state has tensors that are not DTensors and that differ between ranks, or when
+            ``metadata`` has a list of DTensors under pipeline parallelism.
         Exception: On every rank, the error of ``torch.save`` when ``metadata`` cannot be pickled.
     """
     # save dicts and lists in `meta.pt`, because DCP would flatten them and lose empty containers and numeric keys

@@ -11,7 +11,7 @@ from lightning_fsdp2.checkpoint.files.drafts import AnyPath, check_free_space, s
 from lightning_fsdp2.checkpoint.files.storage import DurableFile, load_pickled, save_plain, warn_of_objects
 from lightning_fsdp2.checkpoint.formats.directory import get_optimizer_keys, get_optimizer_states
 from lightning_fsdp2.checkpoint.nested import map_tensors
-from lightning_fsdp2.checkpoint.stages import send_to_first_stage
+from lightning_fsdp2.checkpoint.stages import check_lists, send_to_first_stage
 from lightning_fsdp2.checkpoint.state import number_parameters
 from lightning_fsdp2.ranks.coordination import get_rank, on_every_rank, on_first_rank
 from lightning_fsdp2.ranks.whole_tensors import gather as gather_tensor
@@ -68,8 +68,11 @@ def gather_whole(
         The checkpoint with whole tensors and parameter numbers on rank 0, and an empty dict on the other ranks.
 
     Raises:
+        ValueError: See :func:`~lightning_fsdp2.checkpoint.stages.check_lists`.
         Exception: On every rank, when rank 0 could not copy a value other than weights and optimizer states.
     """
+    if pipeline is not None:
+        check_lists(checkpoint, pipeline)
     gathered = gather_state(checkpoint, copies=copies, pipeline=pipeline)
     return on_every_rank(lambda: _detach(gathered, trust) if get_rank() == 0 else {}, group)
 

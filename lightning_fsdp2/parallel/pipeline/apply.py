@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.transformers import install_output_hooks
-from lightning_fsdp2.mesh import get_device
+from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.modules.stages import set_pipeline_ranks
 from lightning_fsdp2.modules.structure import find_hf_models, get_class_name, get_entrances, is_lightning_module
 from lightning_fsdp2.modules.wrapping import wrap_method
@@ -25,7 +25,7 @@ _RECORDS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments that ask a model for results of every layer, which a stage does not have."""
 
 
-def apply_pipeline_parallel(root: nn.Module, split: Split, device_mesh: DeviceMesh, *, gathers_once: bool) -> None:
+def apply_pipeline_parallel(root: nn.Module, split: Split, device_mesh: DeviceMesh, config: FSDP2Config) -> None:
     """Make a split model run its stages, in the steps of a Trainer and in evaluations.
 
     Call this function after the model has been sharded, so that the hooks of FSDP2 run before a stage ends.
@@ -34,12 +34,11 @@ def apply_pipeline_parallel(root: nn.Module, split: Split, device_mesh: DeviceMe
         root: Module that holds the model; changed in place.
         split: Division of the model into stages.
         device_mesh: Mesh from :func:`~lightning_fsdp2.create_device_mesh`, with several pipeline ranks.
-        gathers_once: See :class:`~lightning_fsdp2.parallel.pipeline.run.PipelineRun`.
+        config: Flags of FSDP2.
     """
-    device = get_device(device_mesh)
-    shared = build_shared_parameters(root, split, device_mesh, device)
+    shared = build_shared_parameters(root, split, device_mesh)
     set_pipeline_ranks(root, shared.ranks)
-    run = PipelineRun(split, root, shared, device=device, gathers_once=gathers_once)
+    run = PipelineRun(split, root, shared, device_mesh, config)
     for module in (root, split.model):  # users may export or save either of them
         module.__dict__[_ATTRIBUTE] = run
     if len(split.own_stages) > 1:  # a forward has only the layers of one of them

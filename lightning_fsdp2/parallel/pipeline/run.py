@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp2.compat.fsdp import (
@@ -23,6 +24,8 @@ from lightning_fsdp2.compat.fsdp import (
     separate_unreduced_gradients,
 )
 from lightning_fsdp2.compat.torch_simulation import with_values
+from lightning_fsdp2.config import FSDP2Config
+from lightning_fsdp2.mesh import get_device
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.modules.stubs import Passage
 from lightning_fsdp2.parallel.data.gradients import defer_unit_sync
@@ -54,11 +57,12 @@ class PipelineRun:
         split: Division of the model into stages.
         root: Module that holds the model, sharded.
         shared: Copies of parameters that also exist on other stages.
-        device: Device of this rank.
-        gathers_once: Whether FSDP2 units stay gathered from their first forward of a batch to their last backward.
-            False gathers them for every micro-batch.
+        device_mesh: Mesh with several pipeline ranks.
+        config: Flags of FSDP2. With ``reshard_after_forward`` None or False, units stay gathered from their first
+            forward of a batch to their last backward. With any other value, each micro-batch gathers them.
 
     Attributes:
+        device: Device of this rank.
         group: Process group of the ranks along the pipeline.
         control: Group of the same ranks for tensors on the CPU.
         transfers: Transfers between the ranks of the pipeline.
@@ -72,14 +76,14 @@ class PipelineRun:
         split: Split,
         root: nn.Module,
         shared: SharedParameters,
-        *,
-        device: torch.device,
-        gathers_once: bool,
+        device_mesh: DeviceMesh,
+        config: FSDP2Config,
     ) -> None:
-        self.split, self.root, self.shared, self.device = split, root, shared, device
+        self.split, self.root, self.shared, self.config = split, root, shared, config
+        self.device_mesh, self.device = device_mesh, get_device(device_mesh)
         self.group, self.control = shared.ranks.group, shared.control
-        self.gathers_once = gathers_once
-        self.transfers = Transfers(self.group, self.control, device)
+        self.gathers_once = config.reshard_after_forward in (None, False)
+        self.transfers = Transfers(self.group, self.control, self.device)
         self.surround: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
         self.is_running = False
         self.peak = 0
@@ -260,18 +264,18 @@ class PipelineRun:
         """Leave the step after the model, on a stage that is not the last.
 
         Raises:
-            ValueError: If the model has skipped the last layer of this stage.
+            ValueError: If the model has skipped the first or the last layer of this stage.
         """
-        passage, self._passage = self._passage, None
-        if self._stage == self.last_stage:
-            return
-        self._passage = passage
-        if passage is None or passage.output is None:
+        passage, is_last = self._passage, self._stage == self.last_stage
+        is_entered = passage is not None and (passage.is_entered or self._stage == 0)
+        if passage is None or not is_entered or (passage.output is None and not is_last):
             raise ValueError(
                 f"pp_size={self.group.size()}: {get_class_name(self.split.model)} skipped a layer, whose output the"
-                " next stage needs. Turn off what skips layers, such as `layerdrop` in its config, or use pp_size=1."
+                " next one needs. Turn off what skips layers, or use pp_size=1."
             )
-        raise EndOfStage
+        if not is_last:
+            raise EndOfStage
+        self._passage = None
 
     def seed_micro_batch(self, number: int) -> None:
         """Set the random state in which every stage begins the step of a micro-batch."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.mesh import get_extra_group, get_mesh
+from lightning_fsdp2.mesh import get_device, get_extra_group, get_mesh
 from lightning_fsdp2.mesh_axes import get_pipeline_control
 from lightning_fsdp2.modules.stages import PipelineRanks
 from lightning_fsdp2.parallel.pipeline.split import Split
@@ -54,39 +54,45 @@ class SharedParameters:
                 dist.all_reduce(_to_local(parameter.grad), group=self.groups[index])
 
 
-def build_shared_parameters(
-    root: nn.Module, split: Split, device_mesh: DeviceMesh, device: torch.device
-) -> SharedParameters:
+def build_shared_parameters(root: nn.Module, split: Split, device_mesh: DeviceMesh) -> SharedParameters:
     """Find the parameters of ``root`` that several stages hold, after it has been sharded.
 
     Args:
         root: Module that holds the model.
         split: Division of the model into stages.
         device_mesh: Mesh with several pipeline ranks.
-        device: Device of this rank.
     """
     pipeline = get_mesh(device_mesh, PIPELINE_PARALLEL)
-    own, members = pipeline.get_local_rank(), pipeline.mesh.tolist()
+    own = pipeline.get_local_rank()
     named = dict(root.named_parameters())
     parameters, groups, elsewhere = {}, {}, set()
     for index, (name, ranks) in enumerate(split.tied.items()):
+        group = _get_group(device_mesh, pipeline, ranks)
         if own not in ranks:
             continue
-        parameters[index] = named[name]
-        if len(ranks) == len(members):
-            groups[index] = pipeline.get_group()
-        else:
-            purpose = f"copies of pipeline ranks {ranks}"
-            groups[index] = get_extra_group(device_mesh, purpose, [members[rank] for rank in ranks])
+        parameters[index], groups[index] = named[name], group
         if not split.stages.is_counted(name):
             elsewhere.add(named[name])
     return SharedParameters(
         parameters=parameters,
         groups=groups,
         count=len(split.tied),
-        ranks=PipelineRanks(pipeline.get_group(), device, frozenset(elsewhere)),
+        ranks=PipelineRanks(pipeline.get_group(), get_device(device_mesh), frozenset(elsewhere)),
         control=get_pipeline_control(device_mesh),
     )
+
+
+def _get_group(device_mesh: DeviceMesh, pipeline: DeviceMesh, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the group of those pipeline ranks that hold a copy. On a rank that holds none, return that of all others.
+
+    The second group is never used. But torch names a new group after the number of groups that a rank has, so the next
+    group of all ranks would wait forever if some of them had one group less.
+    """
+    if len(ranks) == pipeline.size():
+        return pipeline.get_group()
+    holds_copy = pipeline.get_local_rank() in ranks
+    members = [member for rank, member in enumerate(pipeline.mesh.tolist()) if (rank in ranks) == holds_copy]
+    return get_extra_group(device_mesh, f"copies of pipeline ranks {ranks}", members)
 
 
 def _to_local(gradient: Tensor) -> Tensor:

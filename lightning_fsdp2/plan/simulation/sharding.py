@@ -214,8 +214,10 @@ def _get_units(structure: ModelStructure, config: DistributedConfig, mesh: Devic
     """Return the FSDP units, each with the modules whose parameters are gathered together."""
     if isinstance(config, FSDP2Config):
         axes = get_mesh_axes(mesh, AxisNames())
-        plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
-        return plan.units
+        reshards = config.reshard_after_forward
+        if axes.pp is not None and reshards is None:
+            reshards = False  # the runner of the stages keeps units gathered from micro-batch to micro-batch
+        return build_unit_plan(structure, reshards, mesh=axes.fsdp, expert_mesh=axes.experts).units
     if isinstance(config, DDPConfig):
         tops, is_sharded = structure.layers, False
     else:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.config import DistributedConfig
 from lightning_fsdp2.mesh import get_extra_group, get_mesh, get_optional_mesh
-from lightning_fsdp2.mesh_axes import get_pipeline_control
+from lightning_fsdp2.mesh_axes import get_pipeline_control, get_stage_control
 from lightning_fsdp2.ranks.coordination import gather_objects, get_group
 from lightning_fsdp2.sizes import CP_TP, DATA_PARALLEL, DP_CP, PIPELINE_PARALLEL, STAGE, MeshSizes
 from lightning_fsdp2.strategies.launch.process_groups import get_groups, init_process_group, reduce
@@ -141,8 +141,7 @@ class World:
         """Return the CPU group of the ranks of this pipeline stage. All of them must make the first call."""
         if self.pipeline_size == 1:
             return cast(Any, self.control_group)
-        ranks = get_mesh(self.mesh, STAGE).mesh.tolist()
-        return get_extra_group(self.mesh, "control of the stage", ranks, backend="gloo")
+        return get_stage_control(self.mesh)
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
         """Change the timeout of collectives that start from now on. None restores the strategy's ``timeout``.

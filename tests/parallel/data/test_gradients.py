@@ -235,8 +235,20 @@ def make_plain_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     return parameters
 
 
+def refuse_to_unscale(tensors: list[Tensor], *_: Any) -> None:
+    """What CUDA says in torch 2.11."""
+    raise NotImplementedError(
+        f'"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for {tensors[0].dtype}'
+    )
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_scaled_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+def test_scaled_gradients_are_rounded_once(
+    dtype: torch.dtype, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_refused:
+        monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", refuse_to_unscale)
     parameters = make_plain_parameters(dtype)
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     expected = [(parameter.grad.to(wide) * FACTOR.to(wide)).to(dtype) for parameter in parameters]

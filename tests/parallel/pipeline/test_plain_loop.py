@@ -30,18 +30,18 @@ def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: 
         model = make_causal_lm(CONFIGS[family])
         alone = copy.deepcopy(model)
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        config = FSDP2Config(pp_schedule=schedule, pp_stages_per_rank=stages, mp_policy=policy)
+        flags: Any = {"pp_schedule": schedule, "pp_stages_per_rank": stages, "pp_microbatches": 4}
+        config = FSDP2Config(**flags, mp_policy=policy)
         mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
         FSDP2Manager(config, mesh).parallelize(model)
         control, rank = get_pipeline(model).control, get_mesh(mesh, "data_parallel").get_local_rank()
         optimizers = [torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, eps=EPSILON) for m in (model, alone)]
         for number in range(0, len(batches), 2):
             pair = batches[number : number + 2]
-            options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule}
             # two batches for each optimizer step: the same on all data parallel ranks, so that one process needs no sum
             with defer_grad_sync(model):
-                train_on_stages(model, lambda part: compute_loss(model, part), pair[0], **options, is_last=False)
-            loss = train_on_stages(model, lambda part: compute_loss(model, part), pair[1], **options)
+                train_on_stages(model, lambda part: compute_loss(model, part), pair[0], is_last=False)
+            loss = train_on_stages(model, lambda part: compute_loss(model, part), pair[1])
             expected = [compute_loss(alone, batch) for batch in pair]
             sum(expected).backward()  # type: ignore[union-attr]
             assert abs(loss.item() - expected[1].item()) <= 1e-5, rank
@@ -83,7 +83,51 @@ def test_a_step_ends_with_the_model_inside_of_a_wrapper() -> None:
             ends.append(logits.shape)
             return logits.square().mean()
 
-        train_on_stages(wrapper, step, make_token_batches(1, size=4)[0], micro_batches=4)
+        train_on_stages(wrapper, step, make_token_batches(1, size=4)[0])
         return len(ends)
 
     assert run_ranks(run, 2) == [0, 4]
+
+
+def test_ranks_with_other_numbers_of_rows_get_an_error_instead_of_waiting() -> None:
+    def run() -> None:
+        config = FSDP2Config(reshard_after_forward=True)
+        mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
+        model = FSDP2Manager(config, mesh).parallelize(make_causal_lm(CONFIGS["llama"]))
+        size = 4 + 2 * get_mesh(mesh, "data_parallel").get_local_rank()
+        with pytest.raises(ValueError, match=r"batches .* have between 4 and 6 rows.*drop_last=True"):
+            train_on_stages(model, lambda part: compute_loss(model, part), make_token_batches(1, size=size)[0])
+
+    run_ranks(run, 4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pp_microbatches": 2},
+        {"pp_schedule": "gpipe"},
+        {"pp_schedule": "interleaved_1f1b"},
+        {"pp_layers_per_stage": [2, 2]},
+    ],
+)
+def test_flags_of_one_stage_are_said_to_do_nothing(flags: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> list[str]:
+        for config in (FSDP2Config(), FSDP2Config(**flags)):
+            FSDP2Manager(config, create_device_mesh(config, device_type="cpu")).parallelize(nn.Linear(2, 2))
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    [messages] = run_ranks(run, 1)
+    found = [message for message in messages if "pp_schedule, pp_microbatches" in message]
+    assert len(found) == 1  # the first config is that of a run without a pipeline
+    assert "have no effect with one pipeline rank" in found[0]
+
+
+def test_micro_batches_that_do_not_divide_the_rows_get_an_error() -> None:
+    def run() -> None:
+        config = FSDP2Config(pp_microbatches=3)
+        mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
+        model = FSDP2Manager(config, mesh).parallelize(make_causal_lm(CONFIGS["llama"]))
+        with pytest.raises(ValueError, match="pp_microbatches=3 does not divide the 4 rows"):
+            train_on_stages(model, lambda part: compute_loss(model, part), make_token_batches(1, size=4)[0])
+
+    run_ranks(run, 2)

@@ -20,7 +20,7 @@ from helpers.stages import (
 from helpers.vision import make_image_batch, make_vision_config, make_vision_model
 from helpers.vision_parity import get_vision_families
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, T5Config
 
 from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import find_structure
@@ -368,6 +368,15 @@ def test_models_that_have_no_stages_are_refused() -> None:
         model = AutoModelForSeq2SeqLM.from_config(T5Config(num_layers=2))
     with pytest.raises(ValueError, match="encoder-decoder"):
         build(Root(model))
+
+
+def test_a_model_that_skips_layers_at_random_is_refused() -> None:
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_attention_heads": 2, "word_embed_proj_dim": 32, "vocab_size": 64}
+    config = AutoConfig.for_model("opt", num_hidden_layers=4, layerdrop=0.5, **sizes)
+    with pytest.raises(ValueError, match=r"OPTForCausalLM .*: it skips layers at random in training \(layerdrop=0.5\)"):
+        build(Root(AutoModelForCausalLM.from_config(config)))
+    config.layerdrop = 0.0
+    assert len(build(Root(AutoModelForCausalLM.from_config(config))).ranges) == 2
 
 
 def test_layers_of_different_stages_that_share_a_weight_are_refused() -> None:

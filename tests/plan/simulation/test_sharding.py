@@ -128,6 +128,14 @@ def test_an_8b_model_on_512_ranks() -> None:
     assert placements["input_layernorm.weight"]["tensor_parallel"] == "whole"
 
 
+@pytest.mark.parametrize(("flag", "expected"), [(None, {False}), (True, {True}), (2, {2})])
+def test_units_of_a_pipeline_stay_gathered_unless_the_config_says_otherwise(flag: Any, expected: set[Any]) -> None:
+    trainer = make_trainer(FSDP2Strategy(pp_size=2, config=FSDP2Config(reshard_after_forward=flag)))
+    config = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 128}
+    units = describe(trainer, CausalLM(config=config), world_size=8).units
+    assert {unit.reshard_after_forward for unit in units if "layers" in unit.modules[0]} == expected
+
+
 def test_each_pipeline_rank_holds_its_own_layers() -> None:
     trainer = make_trainer(FSDP2Strategy(pp_size=2, config=FSDP2Config(pp_layers_per_stage=[1, 3])))
     config = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 128, "tie_word_embeddings": True}

@@ -26,7 +26,6 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
     "pp 2 x tp 2, SP": (4, lambda: FSDP2Strategy(pp_size=2, tp_size=2, config=SEQUENCE_PARALLEL), {}),
     "pp 4": (4, lambda: FSDP2Strategy(pp_size=4), {}),
 }
-SAMPLE = ("pp 2, interleaved",)
 
 
 def plan_stages(ranks: int, strategy: Any, **options: Any) -> list[tuple[RankPlan, list[Call], Simulation]]:
@@ -55,9 +54,8 @@ def leave_out_numbers(calls: list[Call]) -> list[Call]:
     return [call for call in calls if call[2] > 64]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_simulated_stage_is_that_of_processes_that_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def send_and_wait(self: Transfers, *args: Any, **options: Any) -> None:
         send(self, *args, **options)

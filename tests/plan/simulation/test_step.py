@@ -67,7 +67,7 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
     "2 replicas x 2 shards": (4, lambda: FSDP2Strategy(dp_replicate_size=2), {}),
     "dp 4": (4, FSDP2Strategy, {"accumulate_grad_batches": 2}),
 }
-SAMPLE = ("DDP", "dp 2 x tp 2, SP")
+SAMPLE = ("DDP",)
 
 
 def plan(ranks: int, strategy: Any, *, rank: int = 0, module: dict[str, Any] | None = None, **options: Any) -> Any:
