@@ -93,8 +93,8 @@ def check_continuation(writer: str, reader: str, write: Write, tmp_path: Path) -
         assert_same_tensors(rank.states["end"].weights, actual[0].states["end"].weights)  # of replicas too
     is_same = reader == writer
     losses = get_losses(expected)[SAVED_AT:]
-    # a pipeline adds up the losses of micro-batches, in another order than one process
-    tolerance = 3e-6 if "pp" in writer or "pp" in reader else 1e-6
+    # stages and context parallel ranks add up the losses of parts of a batch: six times the last bit of a loss
+    tolerance = 3e-6 if any(axis in name for axis in ("pp", "cp") for name in (writer, reader)) else 1e-6
     assert get_losses(actual) == pytest.approx(losses, rel=0, abs=0 if is_same else tolerance)
     weights, others = actual[0].states["end"].weights, expected[0].states["end"].weights
     for name, weight in weights.items():
