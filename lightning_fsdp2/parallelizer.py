@@ -273,9 +273,9 @@ def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:
     Use it for ``generate``, to compute log-probabilities, or to read parameters. All ranks must enter the block, and
     each must have memory for the whole model. Changes to the parameters inside the block are lost.
 
-    Inside the block, a single rank can call the model, unless the model uses tensor, context or expert parallelism. The
-    ranks of these groups communicate in each forward, so all of them must call the model equally often. If they
-    ``generate`` from different prompts, pass ``synced_gpus=True``.
+    Inside the block, a single rank can call the model, unless the model uses tensor, context, expert or pipeline
+    parallelism. The ranks of these groups communicate in each forward, so all of them must call the model equally
+    often. If they ``generate`` from different prompts, pass ``synced_gpus=True``.
 
     Raises:
         RuntimeError: When a backward after the block needs the weights that were gathered inside it.

@@ -90,6 +90,15 @@ def get_forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
+def get_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts in which ``module`` keeps its hooks of forward and backward, and their options."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if name.startswith(("_forward_", "_backward_")) and "_hooks" in name and isinstance(value, dict)
+    ]
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether ``parameter`` has a hook on its gradient."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fsdp2.compat.torch import tree_leaves, tree_map_only
+from lightning_fsdp2.compat.torch import get_hooks, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.transformers import use_plain_functions
 from lightning_fsdp2.modules.structure import has_forward
 
@@ -50,6 +50,10 @@ class Passage:
     output: Tensor | None = None
     """Hidden states after the stage's last layer. None until then, and on the last stage."""
 
+    is_over: bool = False
+    """Whether the model's forward has ended. What the step does with the model's modules after it is not part of the
+    stage."""
+
     passed_on: Tensor | None = None
     """Hidden states that the stand-in for a layer after the stage's last one returned. None until then."""
 
@@ -73,6 +77,12 @@ class Relay:
 
     passage: Passage | None = None
     """The forward that runs now."""
+
+    is_in_step: bool = False
+    """Whether a step runs, or another method of the root, which may prepare inputs before it calls the model."""
+
+    missed: ValueError | None = None
+    """Error for a stand-in that the step has used, unless the step calls the model after that."""
 
     stack: SequenceStack | None = None
     """Code that shards the hidden states along the sequence. None if they are whole."""
@@ -104,7 +114,12 @@ class Stub(nn.Module):
         self._runs_on_meta = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros of the shape that the original module would return."""
+        """Return zeros of the shape that the original module would return.
+
+        Raises:
+            ValueError: Outside of a stage, where the zeros would be taken for results.
+        """
+        self._check_stage("call it")
         return self._compute_shapes(self.skeleton, args, kwargs)
 
     def extra_repr(self) -> str:
@@ -115,6 +130,7 @@ class Stub(nn.Module):
             raise AttributeError(name)
         value = getattr(self.skeleton, name)
         if isinstance(value, Tensor):
+            self._check_stage(f"read its `{name}`")
             return _make_zeros(value, value.dtype, self._relay.device)
         if isinstance(value, nn.Module):
             return self._wrap(value, name)
@@ -135,7 +151,18 @@ class Stub(nn.Module):
         shell._modules = {key: child and self._wrap(child, f"{name}.{key}") for key, child in module._modules.items()}
         return shell
 
+    def _check_stage(self, use: str) -> None:
+        """Refuse a use whose zeros would be taken for results: after the model's forward, or outside of a step."""
+        passage = self._relay.passage
+        if passage is not None and not passage.is_over:
+            return
+        error = self._make_error(f"cannot {use} outside of the model's forward")
+        if passage is not None or not self._relay.is_in_step:
+            raise error
+        self._relay.missed = error
+
     def _call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check_stage(f"call its `{method.__name__}`")
         parameters = list(self.skeleton.parameters())
         versions = [parameter._version for parameter in parameters]
         result = self._compute_shapes(method, args, kwargs)
@@ -184,7 +211,7 @@ class Stub(nn.Module):
         stages = f"stage {self._stages[0]}" if len(self._stages) == 1 else f"stages {', '.join(map(str, self._stages))}"
         return ValueError(
             f"pp_size={self._relay.num_ranks}: this rank {problem}, because {self._path} is part of pipeline {stages};"
-            " change the model before it is sharded, or use pp_size=1."
+            " use it before the model is sharded, or pp_size=1."
         )
 
 
@@ -352,7 +379,8 @@ def copy_structure(module: nn.Module, build: Callable[[Tensor], Tensor]) -> nn.M
         module: Module of any size. It is not changed.
         build: Function that returns the copy of a parameter, of a buffer or of another tensor that a module holds.
     """
-    memo: dict[int, Any] = {}
+    # leave out the user's hooks, which could not be copied, or would be called with tensors that are no results
+    memo: dict[int, Any] = {id(hooks): type(hooks)() for inner in module.modules() for hooks in get_hooks(inner)}
     for inner in module.modules():
         held = (*inner._parameters.values(), *inner._buffers.values(), *vars(inner).values())
         for tensor in held:

@@ -1,6 +1,7 @@
 """Replacement of a module's methods in place, so that checkpoints, hooks and recomputation still see one module."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,14 @@ def wrap_method(module: nn.Module, wrapper: Callable[..., Any], name: str = "for
     module.__class__ = _make_wrapping_class(base, attribute, name)  # type: ignore[arg-type]
 
 
+def show_signature(method: Any) -> None:
+    """Let code that unwraps ``method`` once see the innermost method's signature.
+
+    Lightning does so to find out which arguments to pass to a step, such as ``batch_idx``.
+    """
+    getattr(method, "__func__", method).__wrapped__ = inspect.unwrap(method)
+
+
 @functools.cache
 def _make_wrapping_class(base: type[nn.Module], attribute: str, name: str) -> type[nn.Module]:
     """Make the subclass of ``base`` that calls the wrapper.
@@ -36,4 +45,5 @@ def _make_wrapping_class(base: type[nn.Module], attribute: str, name: str) -> ty
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[attribute](functools.partial(method, self), *args, **kwargs)
 
+    show_signature(wrapped)
     return type(base.__name__, (base,), {name: wrapped, "__module__": base.__module__, "__doc__": base.__doc__})

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
 from lightning_fsdp2.modules.structure import get_class_name, get_entrances
+from lightning_fsdp2.modules.wrapping import show_signature
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
@@ -31,12 +32,16 @@ from lightning_fsdp2.strategies.arguments import check_arguments
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import get_differences, tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
+from lightning_fsdp2.strategies.parts.step_region import StepRegion
 from lightning_fsdp2.strategies.pipelining import Pipelining, check_pipelining
 from lightning_fsdp2.strategies.precision import get_mp_policy
 from lightning_fsdp2.weights.materialize import materialize
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+
+T = TypeVar("T")
 
 
 class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
@@ -123,6 +128,12 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             self.pipelining = Pipelining(self.world, self.steps, self.resumption, self.config, self.root_device)
 
     @override
+    def make_step_region(self, timeout: timedelta) -> StepRegion:
+        if max(self.tp_size, self.cp_size, self.ep_size, self.pp_size) > 1:
+            return StepRegion(timeout, alternative="")  # a forward needs several ranks even if all weights are gathered
+        return super().make_step_region(timeout)
+
+    @override
     def build_manager(self, device_mesh: DeviceMesh) -> FSDP2Manager:
         policy = get_mp_policy(str(self.precision_plugin.precision), self.config.mp_policy)
         return self.manager_class(replace(self.config, mp_policy=policy), device_mesh)
@@ -176,6 +187,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             for name in get_entrances(module):
                 if name != "forward":  # FSDP2's hooks surround only `forward`, but the Trainer calls step methods
                     register_fsdp_forward_method(module, name)
+                    show_signature(getattr(module, name))
             # make the module FSDP2's root now, since otherwise the first module that a hook calls would become the root
             initialize_root(module)
         tell_branches_apart(self.world, module, get_fsdp_modules(module))
@@ -220,6 +232,25 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             # only the last stage runs what follows the model in a step
             group = self.world.stage_group
         return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._check_no_micro_batch("barrier")
+        super().barrier(name)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        self._check_no_micro_batch("broadcast")
+        return super().broadcast(obj, src)
+
+    def _check_no_micro_batch(self, method: str) -> None:
+        run = None if self.pipelining is None else get_optional_pipeline(self.lightning_module)
+        if run is not None and run.is_running:
+            raise ValueError(
+                f"pp_size={self.pp_size}: a step calls `strategy.{method}`, but the ranks of a pipeline run the step at"
+                " different times, and would wait for each other forever. Call it in a hook instead, such as"
+                " `on_train_batch_end`."
+            )
 
     @override
     def run_evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -235,19 +237,25 @@ class Pipelining:
         A batch that is smaller than earlier ones, such as the last of an epoch, keeps their number if rows can be added
         to it.
         """
-        most_rows, number = self._resumption.micro_batches
-        if can_fill and rows <= most_rows:
-            return number
         ranks, schedule, stages = self._world.pipeline_size, self._config.pp_schedule, self._config.stages_per_rank
         asked = self._config.pp_microbatches
+        settings = asked, schedule, ranks, stages
+        most_rows, number, settings_before = self._resumption.micro_batches
+        if can_fill and rows <= most_rows and settings == settings_before:
+            return number
         number = get_micro_batches(asked, rows=rows, schedule=schedule, ranks=ranks, stages_per_rank=stages)
-        self._resumption.micro_batches = rows, number
+        self._resumption.micro_batches = rows, number, settings
         if number not in self._told:
             self._told.add(number)
             if asked is None:
                 rank_zero_info(f"Each batch of {rows} rows is divided into {number} micro-batches (pp_microbatches).")
             if warning := get_optional_warning(schedule, ranks=ranks, micro_batches=number, stages_per_rank=stages):
                 rank_zero_warn(warning)
+            if can_fill and rows % number:
+                rank_zero_warn(
+                    f"pp_microbatches={number} does not divide the {rows} rows of a batch, so {-rows % number} rows"
+                    f" without labels are added to every such batch, which cost time; use a divisor of {rows}."
+                )
         return number
 
     def _choose_evaluation_number(self, rows: int) -> int:
@@ -278,8 +286,8 @@ def check_pipelining(trainer: Trainer) -> None:
     """Refuse a module whose training a pipeline cannot run.
 
     Raises:
-        ValueError: When the module optimises manually, or overrides a hook that would run between the forward and the
-            backward of a batch.
+        ValueError: When the module optimises manually, overrides a hook that would run between the forward and the
+            backward of a batch, or takes no batch, or when a callback unfreezes layers.
     """
     module = trainer.lightning_module
     name = type(module).__name__
@@ -296,6 +304,18 @@ def check_pipelining(trainer: Trainer) -> None:
     }.items():
         if getattr(type(module), hook) is not getattr(LightningModule, hook):
             raise ValueError(f"pp_size: {name} overrides `{hook}`, but {remedy}, or use pp_size=1.")
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"pp_size: `training_step` of {name} takes a `dataloader_iter`, but a pipeline divides each batch into"
+            " micro-batches. Take a `batch`, or use pp_size=1."
+        )
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, BaseFinetuning):
+            raise ValueError(
+                f"pp_size: {type(callback).__name__} unfreezes layers and adds groups to the optimizer. Stages have"
+                " other layers, so their optimizers would no longer have the same groups. Freeze in `__init__` or"
+                " `configure_model`, or use pp_size=1."
+            )
 
 
 def _can_fill(module: LightningModule, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,7 @@ class StepOutputs:
             ValueError: If there is no loss.
         """
         self._is_mapping = not isinstance(output, Tensor)
-        loss = output if isinstance(output, Tensor) or output is None else output.get("loss")
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ValueError(
                 f"pp_size={self._group.size()}: `training_step` returned {loss!r} as the loss of a micro-batch, but the"
@@ -146,7 +146,7 @@ class StepOutputs:
         updates = {name: count - self._counts[name] for name, count in _count_updates(module).items()}
         if self._group.rank() == self._last_rank:
             layout, numbers = self._collect(module, updates)
-        layout = self.share_layout(layout)
+        layout = self.share_layout(layout, module)
         self._check_updates(updates, layout.updates)
         size = 1 + 3 * len(layout.windows) + len(layout.logged)
         if numbers is None:
@@ -183,10 +183,17 @@ class StepOutputs:
                 f" {type(value).__name__}, whose state is only on the ranks of the last stage; log"
                 " `metric(...)` of the micro-batch as a number, or use pp_size=1."
             )
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"`self.log({name!r}, ...)` in `training_step` gets a tensor of the shape {tuple(value.shape)}, but a"
+                " metric is one number; log its mean, for example."
+            )
         logged = self._logged.setdefault(name, _Logged({}))
         logged.options = {key: option for key, option in options.items() if key not in ("self", "name", "value")}
         value = gather(value) if isinstance(value, DTensor) else value
-        logged.values.append(torch.as_tensor(value).detach().to(self._device, torch.float64, non_blocking=True))
+        logged.values.append(
+            torch.as_tensor(value).detach().reshape(()).to(self._device, torch.float64, non_blocking=True)
+        )
         if logged.options.get("batch_size") is not None:
             logged.batch_size += logged.options["batch_size"]
             logged.options["batch_size"] = logged.batch_size
@@ -206,11 +213,16 @@ class StepOutputs:
         numbers += [logged.combine() for logged in self._logged.values()]
         return layout, torch.stack([number.to(self._device) for number in numbers])
 
-    def share_layout(self, layout: Layout | None) -> Layout:
-        """Return the layout of the last stage on all stages. It is sent only if it has changed."""
-        changed = torch.tensor(int(layout != self._layout))
-        dist.broadcast(changed, group=self._control, group_src=self._last_rank)
-        if changed:
+    def share_layout(self, layout: Layout | None, module: LightningModule) -> Layout:
+        """Return the layout of the last stage on all stages. It is sent only if it has changed.
+
+        A step may also have told the Trainer to stop, which all stages must learn.
+        """
+        flags = torch.tensor([layout != self._layout, module.trainer.should_stop], dtype=torch.int32)
+        dist.broadcast(flags, group=self._control, group_src=self._last_rank)
+        is_changed, should_stop = map(bool, flags.tolist())
+        module.trainer.should_stop |= should_stop
+        if is_changed:
             _check_portable(layout)
             message = [layout]
             dist.broadcast_object_list(message, group=self._control, group_src=self._last_rank)

@@ -22,8 +22,13 @@ from lightning_fsdp2.modules.stubs import (
 HIDDEN = torch.ones(2, 5, 32)
 
 
+def make_relay() -> Relay:
+    """The state while the model runs on its first stage."""
+    return Relay(num_ranks=2, passage=Passage(range(1), None))
+
+
 def make_stub(module: nn.Module, relay: Relay | None = None) -> Stub:
-    return Stub(build_skeleton(module), "model.part", [1], relay or Relay(num_ranks=2))
+    return Stub(build_skeleton(module), "model.part", [1], relay or make_relay())
 
 
 def takes_no_memory(tensor: Tensor) -> bool:
@@ -128,7 +133,7 @@ def test_attributes_are_those_of_the_original_module() -> None:
 
 
 def test_tensors_are_on_the_device_of_the_last_input() -> None:
-    relay = Relay(num_ranks=2)
+    relay = make_relay()
     stub = make_stub(nn.Linear(32, 8), relay)
     assert stub.weight.device.type == "cpu"
     stub(HIDDEN.to("meta"))
@@ -165,7 +170,7 @@ def make_layer(relay: Relay, *, index: int = 1, argument: int | str = 0, results
 
 
 def test_a_layer_returns_its_hidden_states_in_the_form_of_the_original() -> None:
-    relay = Relay(num_ranks=2)
+    relay = make_relay()
     assert make_layer(relay)(HIDDEN, 1) is HIDDEN
     assert make_layer(relay, argument=1)(1, HIDDEN) is HIDDEN
     assert make_layer(relay, argument="hidden", results=1)(other=1, hidden=HIDDEN) == (HIDDEN,)
@@ -248,3 +253,12 @@ def test_skeletons_are_shown_for_a_while() -> None:
         root["part"].weight = nn.Parameter(torch.ones(8, 32))
     assert root["part"] is stub
     assert stub.skeleton.weight.is_meta
+
+
+def test_outside_of_the_model_zeros_would_be_taken_for_results() -> None:
+    relay = Relay(num_ranks=2)
+    stub = make_stub(nn.Linear(4, 4), relay)
+    relay.passage = Passage(range(1), None, is_over=True)
+    for use in (lambda: stub(torch.zeros(1, 4)), lambda: stub.weight, lambda: stub.reset_parameters()):
+        with pytest.raises(ValueError, match=r"pp_size=2: this rank cannot .* outside of the model's forward"):
+            use()

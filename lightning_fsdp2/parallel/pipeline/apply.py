@@ -45,6 +45,9 @@ def apply_pipeline_parallel(root: nn.Module, split: Split, device_mesh: DeviceMe
         for model in find_hf_models(split.model):
             install_output_hooks(model)
     wrap_method(split.model, partial(_run_model, run))
+    for part in find_hf_models(split.model):
+        if part is not split.model and not set(split.layers).isdisjoint(part.modules()):
+            wrap_method(part, partial(run.run_part, get_class_name(part)))
     # before FSDP2's hook, which would make real logits of those of a stand-in when it casts them
     split.model.register_forward_hook(
         lambda *_: () if run.is_running and not run.is_on_last_stage else None, prepend=True

@@ -1,7 +1,6 @@
 """Division of a batch into the micro-batches that travel through a pipeline."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 def count_rows(batch: Any) -> int:
     """Return the number of rows of a batch: the size of dim 0 of its ``input_ids``, or else of its first tensor.
 
+    ``input_ids`` may be in a mapping inside of the batch.
+
     Raises:
         ValueError: When the batch has no tensor with a dim.
     """
-    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    tensors = [named] if isinstance(named, Tensor) else _find_tensors(batch)
-    for tensor in tensors:
+    found = _find_tensors(batch)
+    for _, tensor in sorted(found, key=lambda pair: pair[0] != "input_ids"):
         if tensor.ndim > 0:
             return tensor.size(0)
     raise ValueError(
@@ -41,7 +41,8 @@ def divide_batch(batch: Any, number: int) -> list[Any]:
     """Divide a batch into micro-batches with equally many rows.
 
     Every tensor whose dim 0 is the batch is divided along dim 0, and ``position_ids`` [3 or 4, batch, sequence] along
-    dim 1. Everything else goes whole into each micro-batch.
+    dim 1. A list in a mapping that has one item per row, such as texts, is divided, too. Everything else goes whole
+    into each micro-batch.
 
     Args:
         batch: Tensors in mappings, lists, tuples and dataclasses.
@@ -52,13 +53,13 @@ def divide_batch(batch: Any, number: int) -> list[Any]:
     """
     rows = count_rows(batch)
     size = rows // number
-    if isinstance(batch, Mapping) and (names := [name for name in _BOUNDARIES if name in batch]):
+    present = {name for name, _ in _find_tensors(batch)}
+    if names := [name for name in _BOUNDARIES if name in present]:
         raise ValueError(
             f"pp_size: the batch has {names[0]!r}, which lists the documents of all its rows, so it cannot be divided"
             " into micro-batches. Pack documents into several rows with `position_ids`, or use pp_size=1."
         )
-
-    if isinstance(batch, Mapping) and number > 1 and (names := [name for name in _PATCHES if name in batch]):
+    if number > 1 and (names := [name for name in _PATCHES if name in present]):
         raise ValueError(
             f"pp_size: the batch has {names[0]!r}, so its images have no dim for the rows of the batch and cannot be"
             " divided into micro-batches. Use pp_microbatches=1, or pp_size=1."
@@ -71,7 +72,14 @@ def divide_batch(batch: Any, number: int) -> list[Any]:
 
         return narrow
 
-    return [_map_tensors(batch, take(index)) for index in range(number)]
+    def take_items(index: int) -> Callable[[Sequence[Any]], Sequence[Any] | None]:
+        def cut(items: Sequence[Any]) -> Sequence[Any] | None:
+            has_rows = all(isinstance(item, Tensor) and item.ndim > 0 and item.size(0) == rows for item in items)
+            return None if has_rows or len(items) != rows else items[index * size : (index + 1) * size]
+
+        return cut
+
+    return [_map_tensors(batch, take(index), take_items(index)) for index in range(number)]
 
 
 def copy_batch(batch: Any) -> Any:
@@ -103,7 +111,7 @@ def add_rows_without_labels(batch: dict[str, Tensor], number: int) -> dict[str, 
 
 def describe_shapes(batch: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     """Return the shape and dtype of every tensor of a batch: batches that agree in them need equal messages."""
-    return tuple((tensor.shape, tensor.dtype) for tensor in _find_tensors(batch))
+    return tuple((tensor.shape, tensor.dtype) for _, tensor in _find_tensors(batch))
 
 
 def _get_optional_batch_dim(name: str, tensor: Tensor, rows: int) -> int | None:
@@ -112,23 +120,44 @@ def _get_optional_batch_dim(name: str, tensor: Tensor, rows: int) -> int | None:
     return 0 if tensor.ndim > 0 and tensor.size(0) == rows else None
 
 
-def _find_tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+def _find_tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a batch with their names; see :func:`_map_tensors`."""
+    found: list[tuple[str, Tensor]] = []
 
     def note(name: str, tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        found.append((name, tensor))
         return tensor
 
     _map_tensors(batch, note)
     return found
 
 
-def _map_tensors(batch: Any, function: Callable[[str, Tensor], Tensor]) -> Any:
-    """Return ``batch`` with ``function(name, tensor)`` in place of every tensor. The name is the key in a mapping."""
-    if not isinstance(batch, Mapping):
-        return apply_to_collection(batch, Tensor, partial(function, ""))
-    mapped = {key: apply_to_collection(value, Tensor, partial(function, str(key))) for key, value in batch.items()}
-    try:
-        return type(batch)(mapped)  # type: ignore[call-arg]
-    except TypeError:  # the class of the mapping takes other arguments
-        return mapped
+def _map_tensors(
+    batch: Any,
+    function: Callable[[str, Tensor], Tensor],
+    cut: Callable[[Sequence[Any]], Sequence[Any] | None] = lambda items: None,
+    *,
+    name: str = "",
+) -> Any:
+    """Return ``batch`` with ``function(name, tensor)`` in place of every tensor.
+
+    Args:
+        batch: Tensors in mappings, lists, tuples and dataclasses.
+        function: Function of a tensor and its name, which is the key in the innermost mapping around it.
+        cut: Function of a list or tuple in a mapping. Its result takes the place of the list, unless it is None.
+        name: Name of the tensors that are in no mapping.
+    """
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(name, value)
+        mapped = {}
+        for key, item in value.items():
+            part = cut(item) if type(item) in (list, tuple) else None
+            mapped[key] = _map_tensors(item, function, cut, name=str(key)) if part is None else part
+        try:
+            return type(value)(mapped)
+        except TypeError:  # the class of the mapping takes other arguments
+            return mapped
+
+    return apply_to_collection(batch, (Tensor, Mapping), visit)

@@ -39,7 +39,7 @@ def evaluate_in_stages(run: PipelineRun, forward: Callable[..., Any], /, *args: 
         if stage > 0 and get_rank(stage - 1, ranks) != run.group.rank():
             carried = run.transfers.receive(get_rank(stage - 1, ranks), tag=stage - 1).wait()
         with run.run_stage(stage, carried) as passage:
-            output = forward(*args, **kwargs)
+            output = run.run_forward(forward, *args, **kwargs)
         if stage < run.last_stage:
             carried = run.collect_outputs(passage)
             if get_rank(stage + 1, ranks) != run.group.rank():

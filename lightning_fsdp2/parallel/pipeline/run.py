@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -28,7 +29,7 @@ from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import get_device
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.modules.stubs import Passage
-from lightning_fsdp2.parallel.data.gradients import defer_unit_sync
+from lightning_fsdp2.parallel.pipeline.backward_flags import BackwardFlags
 from lightning_fsdp2.parallel.pipeline.batches import copy_batch
 from lightning_fsdp2.parallel.pipeline.schedule import Action, Kind, get_rank
 from lightning_fsdp2.parallel.pipeline.shared import SharedParameters
@@ -92,6 +93,8 @@ class PipelineRun:
         self._sums: Tensor | None = None
         self._first_seed = 0
         self._depth = 0
+        self._is_in_model = False
+        self._averages = False
 
     @property
     def has_last_stage(self) -> bool:
@@ -151,12 +154,15 @@ class PipelineRun:
         own = orders[self.group.rank()]
         backwards = [index for index, action in enumerate(own) if action.kind is Kind.BACKWARD]
         gathers_once = self.gathers_once or not backwards
-        flags = _BackwardFlags(units, defers=synchronises, reduces_each=reduces_each, frees_once=gathers_once)
+        flags = BackwardFlags(units, defers=synchronises, reduces_each=reduces_each, frees_once=gathers_once)
         execution = _Execution(self, units, step, micro_batches, key, trains=bool(backwards))
+        self._averages = bool(backwards) and len(micro_batches) > 1
+        if backwards:
+            self.shared.divide_sums()
         self.is_running = True
         try:
             with ExitStack() as stack:
-                self._first_seed = stack.enter_context(_keep_random_state(self.device))
+                self._first_seed = self._get_from_first_rank(stack.enter_context(_keep_random_state(self.device)))
                 if gathers_once:
                     stack.enter_context(keep_unsharded_after_forward(units))
                 stack.enter_context(flags)
@@ -172,6 +178,16 @@ class PipelineRun:
                 end_forward(unit)
                 unit.reshard()
         self.peak = execution.peak
+
+    def _get_from_first_rank(self, number: int) -> int:
+        """Return the number of the first pipeline rank, because random states of the stages may have drifted apart.
+
+        This happens if code of the user's draws random numbers on some ranks only.
+        """
+        with with_values():
+            message = torch.tensor(number)
+            dist.broadcast(message, group=self.control, group_src=0)
+            return int(message)
 
     @contextmanager
     def run_stage(self, stage: int, received: Sequence[Tensor]) -> Iterator[Passage]:
@@ -224,7 +240,8 @@ class PipelineRun:
         """
         self._depth += 1
         try:
-            return method(*args, **kwargs)
+            with self.split.run_step():
+                return method(*args, **kwargs)
         except EndOfStage:
             if self._depth > 1:
                 raise
@@ -242,10 +259,10 @@ class PipelineRun:
             raise EndOfStage
 
     def run_model(self, forward: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run the forward of the model on the current stage, with random numbers of this stage.
+        """Run the forward of the model on the current stage of a step.
 
         Raises:
-            ValueError: If the step calls the model a second time.
+            ValueError: If the step calls the model a second time, or asks it for a loss that is no mean.
         """
         if self._passage is None:
             raise ValueError(
@@ -253,12 +270,41 @@ class PipelineRun:
                 " after it has ended, but a pipeline runs through the model once per micro-batch. Call the model once"
                 " in each step, or use pp_size=1."
             )
+        if kwargs.get("num_items_in_batch") is not None and self._averages:
+            raise ValueError(
+                f"pp_size={self.group.size()}: the step passes num_items_in_batch to"
+                f" {get_class_name(self.split.model)}, but the loss of each micro-batch must be its mean, because the"
+                " pipeline averages these losses. Leave it out, or compute the loss with"
+                " `lightning_fsdp2.token_mean_loss`."
+            )
         if self._stage != self.last_stage:
             # the loss of a stage without logits would be computed from nothing
             kwargs = {name: value for name, value in kwargs.items() if name not in ("labels", "shift_labels")}
-        with _keep_random_state(self.device) as seed:
-            _seed(seed + self._stage)
-            return forward(*args, **kwargs)
+        return self.run_forward(forward, *args, **kwargs)
+
+    def run_forward(self, forward: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run the forward of the model on the current stage, with random numbers of this stage."""
+        self._is_in_model = True
+        try:
+            with _keep_random_state(self.device) as seed:
+                _seed(seed + self._stage)
+                return forward(*args, **kwargs)
+        finally:
+            self._is_in_model = False
+
+    def run_part(self, name: str, forward: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run the forward of a part of the model that holds all layers.
+
+        Raises:
+            ValueError: If it is not the model that calls the part.
+        """
+        if not self._is_in_model:
+            model = get_class_name(self.split.model)
+            raise ValueError(
+                f"pp_size={self.group.size()}: {name}, a part of {model}, is called by itself, but only the forward of"
+                f" {model} runs through the stages of the pipeline. Call {model} instead, or use pp_size=1."
+            )
+        return forward(*args, **kwargs)
 
     def end_model(self) -> None:
         """Leave the step after the model, on a stage that is not the last.
@@ -275,6 +321,7 @@ class PipelineRun:
             )
         if not is_last:
             raise EndOfStage
+        passage.is_over = True
         self._passage = None
 
     def seed_micro_batch(self, number: int) -> None:
@@ -411,41 +458,6 @@ class _Execution:
     def _get_tag(self, stage: int, number: int) -> int:
         """Return the tag of what crosses the boundary after ``stage``, in either direction."""
         return stage * len(self.micro_batches) + number
-
-
-class _BackwardFlags:
-    """Settings of FSDP2 units, so that a batch reduces its gradients and frees its weights once, in its last backward.
-
-    Args:
-        units: FSDP2 units.
-        defers: Whether to defer the reduction to the last backward. False if the caller has already deferred it.
-        reduces_each: Whether every backward reduce-scatters its gradients, so that only the all-reduce over the
-            replicas (HSDP) is deferred.
-        frees_once: Whether units stay gathered until the last backward, instead of until their own backward.
-    """
-
-    def __init__(self, units: Sequence[FSDPModule], *, defers: bool, reduces_each: bool, frees_once: bool) -> None:
-        self._units, self._defers, self._reduces_each, self._frees_once = units, defers, reduces_each, frees_once
-        self._deferral = ExitStack()
-
-    def __enter__(self) -> "_BackwardFlags":
-        if self._defers:
-            self._deferral.enter_context(defer_unit_sync(self._units, reduce_scatter=self._reduces_each))
-        self._set(is_last=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.begin_last_backward()
-
-    def begin_last_backward(self) -> None:
-        """Make the next backward reduce the gradients of all micro-batches, and free the gathered weights."""
-        self._deferral.close()
-        self._set(is_last=True)
-
-    def _set(self, *, is_last: bool) -> None:
-        for unit in self._units:
-            unit.set_is_last_backward(is_last)
-            unit.set_reshard_after_backward(is_last or not self._frees_once, recurse=False)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lightning_fsdp2.parallel.pipeline.split import Split
 from lightning_fsdp2.sizes import PIPELINE_PARALLEL
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class SharedParameters:
     """Copies of parameters on this rank that also exist on other stages."""
 
@@ -38,9 +38,22 @@ class SharedParameters:
     control: dist.ProcessGroup
     """Group of the ranks of the pipeline for tensors on the CPU."""
 
+    has_summed: bool = False
+    """Whether the gradients are sums over the copies."""
+
+    @torch.no_grad()
+    def divide_sums(self) -> None:
+        """Divide sums among the copies again, before a backward adds to them."""
+        if self.has_summed:
+            for index, parameter in self.parameters.items():
+                if parameter.grad is not None:
+                    _to_local(parameter.grad).div_(self.groups[index].size())
+        self.has_summed = False
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sum the gradients of the copies. A parameter without a gradient on any stage keeps none."""
+        self.has_summed = True
         if self.count == 0:
             return
         has_gradient = torch.zeros(self.count, dtype=torch.int32)

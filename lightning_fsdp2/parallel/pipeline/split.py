@@ -110,6 +110,27 @@ class Split:
         mark_stages(self.model, self.stages.within(path))
 
     @contextmanager
+    def run_step(self) -> Iterator[None]:
+        """Let a step use modules of other stages inside the block, if it calls the model after that.
+
+        What it computes from them is then wrong, but only the stages that have the modules use it.
+
+        Raises:
+            ValueError: If the step does not call the model after it has used a module of another stage.
+        """
+        relay = self._relay
+        if relay.is_in_step:
+            yield
+            return
+        relay.is_in_step, relay.missed = True, None
+        try:
+            yield
+        finally:
+            relay.is_in_step = False
+        if relay.missed is not None:
+            raise relay.missed
+
+    @contextmanager
     def run_stage(self, stage: int, received: Tensor | None) -> Iterator[Passage]:
         """Let the model's forward run only the modules of ``stage`` inside the block.
 
@@ -121,6 +142,7 @@ class Split:
             The passage. Its ``output`` are the hidden states for the next stage, once the forward has run.
         """
         passage = Passage(self.ranges[stage], received)
+        self._relay.missed = None
         own = [place for place in self.places if not place.stages.isdisjoint(self.own_stages)]
         replaced: list[tuple[Place, nn.Module]] = [(place, place.stub) for place in own if stage not in place.stages]
         if stage > 0:

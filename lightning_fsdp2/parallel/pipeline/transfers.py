@@ -73,10 +73,11 @@ class Transfers:
         """
         forms = [_Form(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         if self._told.get(key, forms) != forms:
+            now, before = map(_describe, (forms, self._told[key]))
             raise ValueError(
-                f"pp_size: a micro-batch has hidden states of the shape {forms[0].shape}, but an earlier one of an"
-                f" equal shape had {self._told[key][0].shape}, which the next stage expects. A step must not change the"
-                " length of its micro-batch; change the batch before `training_step`, or use pp_size=1."
+                f"pp_size: a micro-batch has hidden states of {now}, but an earlier micro-batch of an equal shape had"
+                f" {before}, which the next stage expects. A step must not change the length or the dtype of its"
+                " micro-batch; change the batch before `training_step`, or use pp_size=1."
             )
         if key not in self._told:
             if key is not None:
@@ -119,6 +120,10 @@ class Transfers:
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
+
+
+def _describe(forms: Sequence[_Form]) -> str:
+    return ", ".join(f"{form.dtype} {form.shape}" for form in forms)
 
 
 def _pack_header(tensors: Sequence[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_fsdp2.compat.torch_simulation import with_values
@@ -51,7 +52,7 @@ class SimulatedTransfers(Transfers):
 class SimulatedOutputs(StepOutputs):
     """Outputs of a step on a simulated rank, which hears nothing of tokens and logs unless it runs the last stage."""
 
-    def share_layout(self, layout: Layout | None) -> Layout:
+    def share_layout(self, layout: Layout | None, module: LightningModule) -> Layout:
         return layout or Layout(is_mapping=False, windows=(), logged=())
 
 

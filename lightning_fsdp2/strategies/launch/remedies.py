@@ -56,9 +56,9 @@ def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str |
         return f"Another rank has ended or no longer answers. {say_who_answers(hosts)}"
     if is_raised_in(grad_norm.__code__, exception):
         return (
-            "Lightning's grad_norm cannot add up the norms of sharded gradients. Use"
-            " `torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).full_tensor()` on all ranks, and"
-            " `p.grad.norm().full_tensor()` for a single parameter."
+            "Lightning's grad_norm cannot add up the norms of sharded gradients. Use the callback"
+            " `lightning_fsdp2.callbacks.GradientNorm`, and for a single parameter `p.grad.norm().full_tensor()` on all"
+            " ranks of its pipeline stage."
         )
     return None
 

@@ -37,7 +37,8 @@ class Resumption:
 
     Attributes:
         epoch: Epoch in which the run resumes. 0 if the run does not resume, or if training has already started.
-        micro_batches: With a pipeline, the largest number of rows of a batch so far, and its number of micro-batches.
+        micro_batches: With a pipeline, the largest number of rows of a batch so far, its number of micro-batches, and
+            the settings from which the number follows.
     """
 
     def __init__(self, world: World, tracking: Tracking) -> None:
@@ -47,7 +48,7 @@ class Resumption:
         self._repeats_epoch = False
         self._last_loader_states: Sequence[Any] = ()
         self.epoch = 0
-        self.micro_batches = (0, 0)
+        self.micro_batches: tuple[int, int, Any] = (0, 0, None)
 
     # ------------------------------------------------------------------ into a checkpoint
 
@@ -91,7 +92,7 @@ class Resumption:
     def begin_stage(self) -> None:
         """Start a stage of the Trainer, and forget states from earlier checkpoints."""
         self.epoch = 0
-        self.micro_batches = (0, 0)
+        self.micro_batches = (0, 0, None)
         self._random_state = None
         self._repeats_epoch = False
 
@@ -109,7 +110,7 @@ class Resumption:
         world = self._world
         if "tracking" in states:  # older checkpoints do not have this key
             self._tracking.set_state(states["tracking"])
-        self.micro_batches = states.get("micro_batches", (0, 0))
+        self.micro_batches = states.get("micro_batches", (0, 0, None))
         random_states, loader_states, mesh = states["random_states"], states["loader_states"], states.get("mesh")
         changed, lost = [], []
         if self._fits_random_states(len(random_states), mesh):

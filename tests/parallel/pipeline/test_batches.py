@@ -52,6 +52,29 @@ def test_rows_are_divided_and_everything_else_is_whole() -> None:
         assert part["name"] == "batch"
 
 
+def test_names_count_at_any_depth_and_lists_of_items_go_with_their_rows() -> None:
+    inputs = {"input_ids": TOKENS[:3], "position_ids": torch.arange(3 * 3 * 2).view(3, 3, 2)}
+    batch = {
+        "class_weights": torch.ones(101),
+        "inputs": inputs,
+        "texts": ["a", "b", "c"],
+        "images": [torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 4)],
+        "scales": [torch.arange(3.0), torch.arange(3.0), torch.arange(3.0)],
+        "pair": ("x", "y"),
+    }
+    assert count_rows(batch) == 3
+    parts = divide_batch(batch, 3)
+    for row, part in enumerate(parts):
+        assert torch.equal(part["inputs"]["position_ids"], inputs["position_ids"][:, row : row + 1])
+        assert part["texts"] == [batch["texts"][row]]
+        assert [image.shape for image in part["images"]] == [(1, row + 2)]
+        assert [scale.tolist() for scale in part["scales"]] == [[row]] * 3
+        assert part["pair"] == ("x", "y")
+        assert part["class_weights"] is batch["class_weights"]
+    with pytest.raises(ValueError, match="'cu_seq_lens_q'"):
+        divide_batch({"inputs": {**inputs, "cu_seq_lens_q": torch.tensor([0, 3])}}, 3)
+
+
 def test_positions_are_divided_along_the_batch_even_if_there_are_as_many_rows_as_axes() -> None:
     positions = torch.arange(3 * 3 * 2).view(3, 3, 2)
     parts = divide_batch({"input_ids": TOKENS[:3], "position_ids": positions}, 3)

@@ -60,6 +60,30 @@ def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: 
     run_ranks(run, 4)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_batches_that_are_summed_one_by_one_add_up(set_to_none: bool) -> None:
+    """Without ``defer_grad_sync``, each batch adds to gradients that the stages have already summed."""
+
+    def run() -> None:
+        torch.manual_seed(1)
+        model = make_causal_lm(CONFIGS["qwen3"])  # with tied embeddings
+        alone, batches = copy.deepcopy(model), make_token_batches(4, size=4)
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        config = FSDP2Config(mp_policy=policy, pp_microbatches=4)
+        FSDP2Manager(config, create_device_mesh(config, pp_size=2, device_type="cpu")).parallelize(model)
+        for pair in (batches[:2], batches[2:]):
+            for each in (model, alone):
+                torch.optim.SGD(each.parameters()).zero_grad(set_to_none)
+            for batch in pair:
+                train_on_stages(model, lambda part: compute_loss(model, part), batch)
+                compute_loss(alone, batch).backward()
+            gradients = whole({name: p.grad for name, p in model.named_parameters()})
+            references = {name: p.grad for name, p in alone.named_parameters()}
+            assert_equal_gradients(merge_stages(gradients, get_pipeline(model).control), references)
+
+    run_ranks(run, 2)
+
+
 class Wrapper(nn.Module):
     """A module of one's own around the model, with code after it."""
 

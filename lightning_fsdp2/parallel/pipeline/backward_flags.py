@@ -1,0 +1,43 @@
+"""Settings of FSDP2 units while a pipeline runs several backwards of a batch."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_fsdp2.parallel.data.gradients import defer_unit_sync
+
+
+class BackwardFlags:
+    """Settings of FSDP2 units, so that a batch reduces its gradients and frees its weights once, in its last backward.
+
+    Args:
+        units: FSDP2 units.
+        defers: Whether to defer the reduction to the last backward. False if the caller has already deferred it.
+        reduces_each: Whether every backward reduce-scatters its gradients, so that only the all-reduce over the
+            replicas (HSDP) is deferred.
+        frees_once: Whether units stay gathered until the last backward, instead of until their own backward.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], *, defers: bool, reduces_each: bool, frees_once: bool) -> None:
+        self._units, self._defers, self._reduces_each, self._frees_once = units, defers, reduces_each, frees_once
+        self._deferral = ExitStack()
+
+    def __enter__(self) -> "BackwardFlags":
+        if self._defers:
+            self._deferral.enter_context(defer_unit_sync(self._units, reduce_scatter=self._reduces_each))
+        self._set(is_last=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.begin_last_backward()
+
+    def begin_last_backward(self) -> None:
+        """Make the next backward reduce the gradients of all micro-batches, and free the gathered weights."""
+        self._deferral.close()
+        self._set(is_last=True)
+
+    def _set(self, *, is_last: bool) -> None:
+        for unit in self._units:
+            unit.set_is_last_backward(is_last)
+            unit.set_reshard_after_backward(is_last or not self._frees_once, recurse=False)
