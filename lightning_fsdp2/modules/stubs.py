@@ -211,7 +211,7 @@ class Stub(nn.Module):
         stages = f"stage {self._stages[0]}" if len(self._stages) == 1 else f"stages {', '.join(map(str, self._stages))}"
         return ValueError(
             f"pp_size={self._relay.num_ranks}: this rank {problem}, because {self._path} is part of pipeline {stages};"
-            " use it before the model is sharded, or pp_size=1."
+            " do this before the model is sharded, or use pp_size=1."
         )
 
 
