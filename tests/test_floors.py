@@ -40,7 +40,7 @@ SIBLINGS = {
     ("loss.token_mean", "data.gradients"): "the mean is made by scaling gradients",
     ("megatron.driver", "data.gradients"): "its buffers are cleared with the gradients",
     ("megatron.tensor_parallel", "tensor.parameters"): "what the wrapper gets depends on how a parameter is sharded",
-    ("pipeline.run", "data.gradients"): "a batch reduces its gradients in its last backward",
+    ("pipeline.backward_flags", "data.gradients"): "a batch reduces its gradients in its last backward",
     ("tensor.apply", "loss.cross_entropy"): "a sharded vocabulary has a loss of its own",
     ("tensor.styles.projections", "loss.cross_entropy"): "a loss asks the head for sharded logits",
 }

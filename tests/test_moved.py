@@ -21,6 +21,7 @@ def test_an_old_path_leads_to_the_new_one_with_a_warning(old: str) -> None:
     assert all(getattr(module, name) is getattr(new, name) for name in names)
 
 
+@pytest.mark.slow
 def test_a_user_sees_the_line_that_is_to_change() -> None:
     line = "from lightning_fsdp2.parallel.tp_plans import LayerTraits, register_tp_plan"
     run = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)

@@ -89,9 +89,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
     return folder, run_ranks(lambda: train(folder), 2)[0]
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(step, marks=() if step == 5 else pytest.mark.slow) for step in range(3, STEPS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(3, STEPS))
 def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
     step: int, uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

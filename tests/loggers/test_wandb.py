@@ -184,6 +184,7 @@ def get_messages(results: Sequence[Any], index: int = 0) -> list[list[str]]:
     return [[message for message in result[index] if message.startswith("W&B")] for result in results]
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_service_dies(tmp_path: Path) -> None:
     results = run_job(
         tmp_path,

@@ -470,13 +470,8 @@ class CallsOnOneRank(pl.Callback):
             module(torch.zeros(1, WIDTH))
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "on_train_batch_end",
-        *(pytest.param(hook, marks=pytest.mark.slow) for hook in ("on_after_backward", "on_validation_epoch_end")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_after_backward", "on_validation_epoch_end"])
 def test_call_on_one_rank_is_an_error_and_no_hang(hook: str) -> None:
     def run() -> None:
         loader = make_loader(make_batches(8))

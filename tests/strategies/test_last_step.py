@@ -177,7 +177,8 @@ def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, names: t
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loader", [StatefulDataLoader, pytest.param(DataLoader, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])
 def test_a_run_goes_on_from_the_hooks_of_the_last_batch_of_an_epoch(
     loader: type[DataLoader[Any]], tmp_path: Path
 ) -> None:

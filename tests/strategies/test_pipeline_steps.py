@@ -226,7 +226,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("make_module", "options", "message"),
     [
-        (CallsPart, {}, "LlamaModel, a part of LlamaForCausalLM, is called by itself"),
+        slow(CallsPart, {}, "LlamaModel, a part of LlamaForCausalLM, is called by itself"),
         slow(ValidatesPart, {"validates": True}, "LlamaModel, a part of LlamaForCausalLM, is called by itself"),
         (
             ReadsEmbedding,
@@ -235,7 +235,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         ),
         slow(EmbedsInValidation, {"validates": True}, "this rank cannot call it outside of the model's forward"),
         (TakesIterator, {}, "`training_step` of TakesIterator takes a `dataloader_iter`"),
-        (CountsItems, {}, "passes num_items_in_batch to LlamaForCausalLM, but .*token_mean_loss"),
+        slow(CountsItems, {}, "passes num_items_in_batch to LlamaForCausalLM, but .*token_mean_loss"),
         slow(WaitsForAll, {}, r"a step calls `strategy.barrier`, .* in a hook instead"),
         slow(LogsVector, {}, r"`self.log\('vector', ...\)` .* gets a tensor of the shape \(3,\)"),
         slow(ReturnsList, {}, "as the loss of a micro-batch, but the other stages wait"),
