@@ -346,7 +346,7 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
             TrimsBatches,
             {"pp_microbatches": 2},
             cut(4),
-            "A step must not change the length of its micro-batch",
+            "A step must not change the length or the dtype of its micro-batch",
             marks=pytest.mark.slow,
         ),
         pytest.param(
