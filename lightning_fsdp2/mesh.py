@@ -253,7 +253,8 @@ def get_extra_group(
     """Return a process group for a special ``purpose``, separate from the groups of the mesh's axes.
 
     The first call creates the group, and all ranks of the group must make this call. Later calls return the same group,
-    because every group takes up device memory.
+    because every group takes up device memory. All ranks must create equally many groups, because torch names a group
+    after the number of groups that a rank has, and would wait forever for ranks that have others.
 
     Args:
         device_mesh: Mesh on which the group is stored. The group gets the same timeout as the groups of the mesh.

@@ -261,8 +261,8 @@ def _warn_of_context_parallel_flags(cp_mesh: DeviceMesh | None, config: FSDP2Con
 
 
 def _warn_of_pipeline_flags(pp_mesh: DeviceMesh | None, config: FSDP2Config) -> None:
-    is_set = (config.pp_microbatches, config.stages_per_rank, config.pp_layers_per_stage) != (None, 1, None)
-    if pp_mesh is None and dist.get_rank() == 0 and (is_set or config.pp_schedule != "1f1b"):
+    is_set = (config.pp_schedule, config.pp_microbatches, config.pp_layers_per_stage) != ("1f1b", None, None)
+    if pp_mesh is None and dist.get_rank() == 0 and is_set:
         logger.warning(
             "pp_schedule, pp_microbatches, pp_stages_per_rank and pp_layers_per_stage have no effect with one pipeline"
             " rank."

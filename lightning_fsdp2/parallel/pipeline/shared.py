@@ -98,8 +98,8 @@ def build_shared_parameters(root: nn.Module, split: Split, device_mesh: DeviceMe
 def _get_group(device_mesh: DeviceMesh, pipeline: DeviceMesh, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the group of those pipeline ranks that hold a copy. On a rank that holds none, return that of all others.
 
-    The second group is never used. But torch names a new group after the number of groups that a rank has, so the next
-    group of all ranks would wait forever if some of them had one group less.
+    The second group is never used. It exists because all ranks must create equally many groups; see
+    :func:`~lightning_fsdp2.mesh.get_extra_group`.
     """
     if len(ranks) == pipeline.size():
         return pipeline.get_group()
