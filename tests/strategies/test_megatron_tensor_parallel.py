@@ -89,7 +89,6 @@ CELLS: dict[str, Cell] = {
 }
 SAMPLE = (
     "tp2, qwen3",
-    "zero 2, gpt2, accumulate 2",
     "cp2 x tp2, qwen3",
     "tp2 + sp, tied, by shards",
 )

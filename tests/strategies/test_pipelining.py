@@ -352,7 +352,13 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
         pytest.param(
             AsksForCache, {}, cut(4), "use_cache=True, but each rank has only the results", marks=pytest.mark.slow
         ),
-        (partial(SkipsLayers, 1), {}, cut(4), "OPTForCausalLM skipped a layer, whose output the next one needs"),
+        pytest.param(
+            partial(SkipsLayers, 1),
+            {},
+            cut(4),
+            "OPTForCausalLM skipped a layer, whose output the next one needs",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(partial(SkipsLayers, 0), {}, cut(4), "OPTForCausalLM skipped a layer", marks=pytest.mark.slow),
         pytest.param(
             LogsWithLambda,
