@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
+from lightning_fsdp2.compat.torch import tree_leaves
 from lightning_fsdp2.config import DDPConfig, FSDP2Config
 from lightning_fsdp2.modules.experts import find_experts
 from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, get_sequence_length
@@ -136,10 +137,11 @@ class Run:
         def count_experts(module: nn.Module) -> None:
             experts.append(math.gcd(*(found.num_experts for found in find_experts(module.modules()))))
 
-        _, simulation = self._simulate(few, rank, boundary=boundary, change=count_experts)
+        batch, simulation = self._simulate(few, rank, boundary=boundary, change=count_experts)
         actions, rest = group_operations(simulation.recording)
+        left_out = knobs.micro_batches - number
         return RankSummary(
-            peak_bytes=summarize(simulation.recording).peak_bytes,
+            peak_bytes=summarize(simulation.recording).peak_bytes + left_out * _get_bytes_of_micro_batch(batch, number),
             reserved=estimate_reserved(simulation.recording),
             actions=[replace(action, operations=count_equal(action.operations)) for action in actions],
             rest=count_equal(rest),
@@ -177,10 +179,20 @@ class Run:
 
 
 def _get_few_micro_batches(knobs: Knobs) -> int:
-    """Return a number of micro-batches with which each rank of a pipeline has as many in flight as with all of them."""
+    """Return a number of micro-batches from which on further ones add only their own data to a rank's memory.
+
+    With this number, each rank of a pipeline has as many micro-batches in flight as with all of them, and receives one
+    while it computes another.
+    """
     interleaved = cast(FSDP2Config, knobs.config).stages_per_rank > 1
-    few = knobs.pp * (2 if interleaved else 1)
+    few = 3 * knobs.pp if interleaved else knobs.pp + 1
     return few if knobs.micro_batches % knobs.pp == 0 and few < knobs.micro_batches else knobs.micro_batches
+
+
+def _get_bytes_of_micro_batch(batch: Any, micro_batches: int) -> int:
+    """Return the bytes that a micro-batch adds to a step's memory: its part of the batch, and its loss in float32."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors) // micro_batches + torch.float32.itemsize
 
 
 def describe_pipeline(knobs: Knobs, layers: Sequence[int]) -> Pipeline:

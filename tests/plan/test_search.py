@@ -127,6 +127,22 @@ def test_where_none_fits_for_sure_the_tight_ones_are_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_few_micro_batches_tell_the_memory_of_many(schedule: Any, stages_per_rank: int) -> None:
+    """That of the last rank to the byte, which holds the most: the logits."""
+    flags = FSDP2Config(pp_schedule=schedule, pp_stages_per_rank=stages_per_rank, pp_microbatches=8)
+    trainer = make_trainer(FSDP2Strategy(pp_size=2, config=flags))
+    module, batch = make_module(layers=4), make_batch(8)
+    planned = plan_run(trainer, module, batch, world_size=2, suggest=False)
+    knobs = read_knobs(trainer, module, batch, world_size=2, num_nodes=1, accumulation=1)
+    run = Run(trainer, module, batch, 2, 1, get_device("h100"))
+    [(_, first)] = run_in_processes([partial(run.summarize_pipeline_rank, knobs, 0, None)])
+    [(_, last)] = run_in_processes([partial(run.summarize_pipeline_rank, knobs, 1, first.boundary)])
+    assert last.peak_bytes == planned.peak_bytes
+    assert first.peak_bytes == pytest.approx(planned.ranks[0].peak_bytes, abs=100)
+
+
+@pytest.mark.slow
 def test_what_needs_least_is_told_where_nothing_fits() -> None:
     result = run_search(memory=0.001)
     assert result.plan is None
