@@ -7,6 +7,7 @@ from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
     DistributedConfig,
+    Float8Config,
     FSDP2Config,
     MegatronFSDPConfig,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "FSDP2Config",
     "FSDP2Manager",
     "FSDP2Strategy",
+    "Float8Config",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
     "MegatronFSDPStrategy",

@@ -25,6 +25,7 @@ __all__ = [
     "DDPConfig",
     "DistributedConfig",
     "FSDP2Config",
+    "Float8Config",
     "MegatronFSDPConfig",
     "dtype_from_str",
 ]
@@ -34,6 +35,7 @@ ScopeWord: TypeAlias = Literal["all", "language", "vision", "audio", "multimodal
 ActivationCheckpointingScope: TypeAlias = ScopeWord | list[ScopeWord]
 ContextParallelMethod: TypeAlias = Literal["auto", "allgather", "ulysses"]
 PipelineSchedule: TypeAlias = Literal["1f1b", "interleaved_1f1b", "gpipe"]
+Float8Recipe: TypeAlias = Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"]
 CheckpointFormat: TypeAlias = Literal["sharded", "full"]
 
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -114,6 +116,41 @@ class _Flags:
                 raise TypeError(f"{flag.name}={value!r} must be a bool; use True or False.")
             if flag.type == bool | None and not isinstance(value, bool | None):
                 raise TypeError(f"{flag.name}={value!r} must be a bool or None; use True, False or None.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config(_Flags):
+    """Options of linear layers that multiply in float8.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If ``recipe`` is unknown.
+    """
+
+    recipe: Float8Recipe = "rowwise_with_gw_hp"
+    """Recipe of torchao for scales. "rowwise_with_gw_hp" scales each row, and computes the gradients of weights in high
+    precision. "rowwise" computes them in float8 too. "tensorwise" has one scale for each matrix: it is the fastest, and
+    the least exact if a few values are much larger than the others."""
+
+    skip: list[str] | None = None
+    """Linear layers to leave out, by name relative to the Hugging Face model. A * stands for a part between dots, as in
+    "model.layers.*.mlp.down_proj". None leaves out the output head."""
+
+    filter_small: bool = False
+    """Whether to leave out layers that float8 would make slower, by torchao's rule for the sizes of weights on an
+    H100."""
+
+    emulate: bool = False
+    """Whether to round to float8, but multiply in float32, on devices without units for float8. Training is then slower
+    than without float8."""
+
+    def __post_init__(self) -> None:
+        self._check_bools()
+        _check_word("recipe", self.recipe, get_args(Float8Recipe))
+        if self.skip is not None:
+            if not isinstance(self.skip, list | tuple) or not all(isinstance(name, str) for name in self.skip):
+                raise TypeError(f"skip={self.skip!r} must be a list of names of layers; use None for the output head.")
+            self._set("skip", list(self.skip))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +277,11 @@ class FSDP2Config(_Flags):
     parallel rank, stage 1 on the second, and so on, around the ranks again if there are several stages on each. None
     balances the stages by the FLOPs of their layers and of the head."""
 
+    float8: bool | Float8Config | None = None
+    """Options of linear layers that multiply in float8 (torchao); True uses the defaults. Weights and checkpoints keep
+    their dtypes. A mapping of the options can be given instead of a Float8Config. This needs a GPU with units for
+    float8, such as an H100, and is faster only with enable_compile."""
+
     use_hf_tp_plan: InitVar[bool | None] = None
     """Option that must stay None. It was replaced by tp_plan="hf"."""
 
@@ -249,6 +291,7 @@ class FSDP2Config(_Flags):
         _check_tp_plan(self.tp_plan)
         self._set("mp_policy", _to_mp_policy(self.mp_policy))
         self._set("offload_policy", _to_offload_policy(self.offload_policy))
+        self._set("float8", _to_float8(self.float8))
         self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
         _check_activation_checkpointing(self.activation_checkpointing)
         _check_scope(self.activation_checkpointing_scope)
@@ -732,6 +775,18 @@ def _to_offload_policy(value: object) -> CPUOffloadPolicy | None:
             f"offload_policy={value!r} must be True, a CPUOffloadPolicy or a mapping of its fields; "
             "use None to keep everything on the device."
         )
+    return value
+
+
+def _to_float8(value: object) -> Float8Config | None:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return Float8Config()
+    if isinstance(value, Mapping):
+        value = _policy_from_mapping("float8", value, Float8Config)
+    if not isinstance(value, Float8Config):
+        raise TypeError(f"float8={value!r} must be True, a Float8Config or a mapping of its fields; use None for none.")
     return value
 
 

@@ -16,6 +16,7 @@ from lightning_fsdp2.config import (
     ActivationCheckpointingScope,
     ContextParallelMethod,
     DDPConfig,
+    Float8Config,
     FSDP2Config,
     MegatronFSDPConfig,
     PipelineSchedule,
@@ -80,6 +81,7 @@ def fsdp2_strategy_parallelize(
     pp_microbatches: int | None = None,
     pp_stages_per_rank: int | None = None,
     pp_layers_per_stage: Sequence[int] | None = None,
+    float8: bool | Float8Config | None = None,
     materializes: bool = True,
 ) -> nn.Module:
     """Shard a model with FSDP2, and initialise or load its weights.
@@ -134,6 +136,7 @@ def fsdp2_strategy_parallelize(
         pp_microbatches=pp_microbatches,
         pp_stages_per_rank=pp_stages_per_rank,
         pp_layers_per_stage=None if pp_layers_per_stage is None else list(pp_layers_per_stage),
+        float8=float8,
     )
     names = AxisNames(dp=dp_mesh_name, tp=tp_mesh_name, dp_cp=dp_cp_mesh_name)
     return parallelize_with_fsdp2(model, device_mesh, config, names=names, materializes=materializes)

@@ -6,6 +6,9 @@ from functools import partial
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import benchmarks.gpu  # noqa: F401  first, since it keeps transformers from importing torchao, which starts CUDA
+
+# isort: split
 import lightning.pytorch  # noqa: F401
 import peft  # noqa: F401
 import pytest

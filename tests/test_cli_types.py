@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 import lightning_fsdp2._cli_types
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2.config import CheckpointConfig, DDPConfig, FSDP2Config, MegatronFSDPConfig
+from lightning_fsdp2.config import CheckpointConfig, DDPConfig, Float8Config, FSDP2Config, MegatronFSDPConfig
 
 CONFIGS = {FSDP2Config: "FSDP2StandIn", MegatronFSDPConfig: "MegatronStandIn", DDPConfig: "DDPStandIn"}
 
@@ -89,6 +89,7 @@ YAML_CASES = {
             "context_parallel_method": "ulysses",
             "backend": "cpu:gloo,cuda:nccl",
             "bind_device_id": True,
+            "float8": {"recipe": "tensorwise", "skip": ["model.layers.0.mlp.down_proj"], "filter_small": True},
             "fsdp2_backward_prefetch_depth": 0,
         },
         FSDP2Config(
@@ -101,13 +102,14 @@ YAML_CASES = {
             context_parallel_method="ulysses",
             backend="cpu:gloo,cuda:nccl",
             bind_device_id=True,
+            float8=Float8Config(recipe="tensorwise", skip=["model.layers.0.mlp.down_proj"], filter_small=True),
             fsdp2_backward_prefetch_depth=0,
         ),
     ),
     "fsdp2-short": (
         FSDP2Config,
-        {"offload_policy": True, "activation_checkpointing": True, "reshard_after_forward": False, "tp_plan": "hf"},
-        FSDP2Config(offload_policy=True, activation_checkpointing=True, reshard_after_forward=False, tp_plan="hf"),
+        {"offload_policy": True, "activation_checkpointing": True, "reshard_after_forward": False, "float8": True},
+        FSDP2Config(offload_policy=True, activation_checkpointing=True, reshard_after_forward=False, float8=True),
     ),
     "fsdp2-plan": (
         FSDP2Config,

@@ -12,6 +12,7 @@ from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
     DistributedConfig,
+    Float8Config,
     FSDP2Config,
     MegatronFSDPConfig,
     dtype_from_str,
@@ -45,7 +46,9 @@ DEFAULTS = {
         "pp_microbatches": None,
         "pp_stages_per_rank": None,
         "pp_layers_per_stage": None,
+        "float8": None,
     },
+    Float8Config: {"recipe": "rowwise_with_gw_hp", "skip": None, "filter_small": False, "emulate": False},
     MegatronFSDPConfig: {
         "sequence_parallel": False,
         "tp_plan": None,
@@ -197,6 +200,20 @@ def test_offload_policy(given, held):
 
 
 @pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        (None, None),
+        (False, None),
+        (True, Float8Config()),
+        ({"recipe": "rowwise", "skip": ["lm_head"]}, Float8Config(recipe="rowwise", skip=["lm_head"])),
+        (Float8Config(emulate=True), Float8Config(emulate=True)),
+    ],
+)
+def test_float8(given, held):
+    assert FSDP2Config(float8=given).float8 == held
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"activation_checkpointing": True},
@@ -288,6 +305,11 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (FSDP2Config, "pp_layers_per_stage", [4, 0], ValueError, "must have an int >= 1 for each stage"),
     (FSDP2Config, "pp_layers_per_stage", [4, 4.0], TypeError, "must be a list of ints, one for each stage; use None"),
     (FSDP2Config, "pp_layers_per_stage", 4, TypeError, "must be a list of ints, one for each stage"),
+    (FSDP2Config, "float8", "rowwise", TypeError, "must be True, a Float8Config or a mapping of its fields; use None"),
+    (Float8Config, "recipe", "blockwise", ValueError, "use 'rowwise_with_gw_hp', 'rowwise' or 'tensorwise'."),
+    (Float8Config, "skip", "lm_head", TypeError, "must be a list of names of layers; use None for the output head."),
+    (Float8Config, "skip", [3], TypeError, "must be a list of names of layers"),
+    (Float8Config, "emulate", None, TypeError, "must be a bool; use True or False."),
     (FSDP2Config, "use_hf_tp_plan", True, TypeError, 'use tp_plan="hf"'),
     (FSDP2Config, "use_hf_tp_plan", False, TypeError, "tp_plan=None for our plan."),
     (MegatronFSDPConfig, "tp_plan", 3, TypeError, 'must be None, "hf", a dict or an import path.'),

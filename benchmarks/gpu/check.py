@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.gpu.attention_part import compare_attention
 from benchmarks.gpu.command import build_parser, run
+from benchmarks.gpu.float8_part import check_float8
 from benchmarks.gpu.parity_part import compare_with_one_process
 from benchmarks.gpu.plan_parts import compare_8b, compare_8b_tp, compare_30b_a3b, compare_70b
 from benchmarks.gpu.pytest_part import run_tests
@@ -21,6 +22,7 @@ PARTS = (
     count_waits,
     compare_8b,
     compare_with_one_process,
+    check_float8,
     run_tests,
     compare_30b_a3b,
     compare_8b_tp,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from benchmarks.gpu.arm_parts import compare_baselines, compare_baselines_8b, compare_offload, compare_options
 from benchmarks.gpu.command import build_parser, run
 from benchmarks.gpu.experts_part import compare_experts
+from benchmarks.gpu.float8_part import compare_float8
 from benchmarks.gpu.kernel_part import compare_kernels
 from benchmarks.gpu.pipeline_part import compare_micro_batches
 from benchmarks.gpu.save_part import compare_saves
@@ -21,6 +22,7 @@ PARTS = (
     compare_baselines,
     compare_kernels,
     compare_experts,
+    compare_float8,
     compare_micro_batches,
     write_trace,
     compare_options,

@@ -1,6 +1,7 @@
 """Floating-point operations (FLOPs): how many a model needs per token, and how many a device does per second."""
 
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from lightning_fsdp2.modules.structure import ModelParts, find_structure
 from lightning_fsdp2.modules.stubs import with_skeletons
+from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 
 _PEAKS = {
     "gb200": (2500, 1250, 80),
@@ -46,7 +48,12 @@ numbers with sparsity, which are twice as high. Lightning's table has some of th
 an L4, and leaves out the tensor cores of GeForce.
 """
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WITHOUT_FLOAT8 = {"a100", "a800", "a40", "a30", "a10", "a6000", "3090"}
+"""Devices above without units for float8. On the others, its peak (with float32 accumulation) is twice bfloat16's."""
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *_FLOAT8)
 
 _OTHER_DEVICES = {"mig", "laptop", "ti", "super", "d"}
 """Words that mark slices or variants of the devices above. Their peaks differ."""
@@ -71,13 +78,45 @@ def get_peak_flops_of(name: str, dtype: torch.dtype) -> float:
         ValueError: When the peak is not known.
     """
     words = set(re.split(r"[\s-]", name.lower()))
-    peaks = next((peaks for part, peaks in _PEAKS.items() if words.issuperset(part.split())), None)
-    if peaks is None or words & _OTHER_DEVICES or dtype not in _DTYPES:
+    part = next((part for part in _PEAKS if words.issuperset(part.split())), None)
+    has_dtype = dtype in _DTYPES and not (dtype in _FLOAT8 and part in _WITHOUT_FLOAT8)
+    if part is None or words & _OTHER_DEVICES or not has_dtype:
         raise ValueError(f"the peak speed of {name!r} in {str(dtype).removeprefix('torch.')} is not known")
-    half, tensor_float, single = peaks
+    half, tensor_float, single = _PEAKS[part]
+    if dtype in _FLOAT8:
+        return 2 * half * 1e12
     if dtype != torch.float32:
         return half * 1e12
     return (single if torch.get_float32_matmul_precision() == "highest" else tensor_float) * 1e12
+
+
+def get_peak_flops_of_model(
+    module: nn.Module, flops_per_token: float, dtype: torch.dtype, get_peak: Callable[[torch.dtype], float]
+) -> float:
+    """Return the speed of a model whose operations all run at the device's peak for their dtype, in FLOPs per second.
+
+    For a model with layers in float8, the result lies between the peaks for ``dtype`` and for float8.
+
+    Args:
+        module: See :func:`get_flops_per_token`.
+        flops_per_token: Result of :func:`get_flops_per_token`.
+        dtype: Compute dtype of all operations that are not in float8.
+        get_peak: Function that returns the device's peak speed for a dtype.
+
+    Raises:
+        ValueError: When a peak is not known.
+    """
+    conversions = [get_optional_conversion(inner) for inner in module.modules()]
+    in_float8 = sum(conversion.flops_per_token for conversion in conversions if conversion is not None)
+    peak = get_peak(dtype)
+    if in_float8 == 0:
+        return peak
+    if in_float8 > flops_per_token:
+        raise ValueError(
+            f"a token takes {in_float8:.3g} operations in float8, more than the {flops_per_token:.3g} of all operations"
+        )
+    seconds = (flops_per_token - in_float8) / peak + in_float8 / get_peak(torch.float8_e4m3fn)
+    return flops_per_token / seconds
 
 
 def get_flops_per_token(module: nn.Module, sequence_length: int) -> float:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
-from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
+from lightning_fsdp2.callbacks.model_flops import (
+    get_flops_per_token,
+    get_peak_flops,
+    get_peak_flops_of_model,
+)
 from lightning_fsdp2.compat.lightning import ignore_fetches, is_accumulating, watch_fetches
 
 
@@ -30,7 +35,9 @@ class Throughput(Callback):
 
     MFU, the model FLOPs utilisation (https://arxiv.org/abs/2204.02311), is tokens per second x operations per token /
     (number of devices x peak speed of a device). For operations per token, see
-    :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If the operations or the peak speed are not
+    :func:`~lightning_fsdp2.callbacks.model_flops.get_flops_per_token`. If some layers multiply in float8, the peak
+    speed lies between those for float8 and for the other operations' dtype; see
+    :func:`~lightning_fsdp2.callbacks.model_flops.get_peak_flops_of_model`. If the operations or the peak speed are not
     known, MFU is not logged, and a message gives the reason once.
 
     Args:
@@ -140,9 +147,12 @@ class Throughput(Callback):
     ) -> dict[str, float]:
         metrics: dict[str, float] = {}
         try:
-            flops = tokens_per_second * (self.flops_per_token or get_flops_per_token(pl_module, sequence_length))
+            flops_per_token = self.flops_per_token or get_flops_per_token(pl_module, sequence_length)
+            flops = tokens_per_second * flops_per_token
             metrics["throughput/tflops_per_device"] = flops / 1e12
-            peak = self.peak_flops or get_peak_flops(trainer.strategy.root_device, _get_compute_dtype(trainer))
+            get_peak = partial(get_peak_flops, trainer.strategy.root_device)
+            dtype = _get_compute_dtype(trainer)
+            peak = self.peak_flops or get_peak_flops_of_model(pl_module, flops_per_token, dtype, get_peak)
             metrics["throughput/mfu"] = flops / peak
         except ValueError as error:
             if not self._has_said_why:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
+from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops_of_model
 from lightning_fsdp2.compat.torch import tree_leaves
 from lightning_fsdp2.config import DDPConfig, FSDP2Config
 from lightning_fsdp2.modules.experts import find_experts
@@ -88,7 +89,7 @@ class Run:
         _, simulation = self._simulate(knobs, rank, boundary=boundary, change=measure)
         overlapped = get_overlapped_axes(self.trainer.strategy.config)
         plan = build_rank_plan(rank, simulation.recording, self.device, overlapped_axes=overlapped)
-        facts = {**self._get_facts(simulation.description), **sizes}
+        facts = {**self._get_facts(simulation.description, sizes["model_flops"], knobs), **sizes}
         pipeline = describe_pipeline(knobs, simulation.layers) if knobs.pp > 1 else None
         return PlannedRank(plan, facts, simulation.is_even, pipeline, simulation.boundary)
 
@@ -121,7 +122,7 @@ class Run:
                 left_out = found.times - few
                 names = shorten(module, found, few + further)
 
-        _, simulation = self._simulate(knobs, 0, change=shorten_if_possible)
+        _, simulation = self._simulate(_without_single_layers(knobs), 0, change=shorten_if_possible)
         return replace(summarize(simulation.recording, names), num_experts=num_experts), left_out
 
     def summarize_pipeline_rank(self, knobs: Knobs, rank: int, boundary: Boundary | None) -> RankSummary:
@@ -166,16 +167,32 @@ class Run:
             simulation = replace(simulation, recording=without_offloaded(simulation.recording))
         return batch, simulation
 
-    def _get_facts(self, description: Description) -> dict[str, Any]:
-        compute = getattr(torch, description.precision["compute"])
+    def _get_facts(self, description: Description, model_flops: float | None, knobs: Knobs) -> dict[str, Any]:
+        compute, get_peak = getattr(torch, description.precision["compute"]), self.device.get_peak_flops
+        length = get_sequence_length(self.batch)
+        if model_flops is None or length is None:
+            peak = get_peak(compute)
+        else:
+            flops_per_token = model_flops / (length * knobs.samples)
+            peak = get_peak_flops_of_model(self.module, flops_per_token, compute, get_peak)
         return {
             "model": description.model,
             "strategy": description.strategy,
             "mesh": description.mesh,
             "precision": description.precision,
             "placements": _group_placements(description),
-            "peak_flops": self.device.get_peak_flops(compute),
+            "peak_flops": peak,
+            "float8": description.float8,
         }
+
+
+def _without_single_layers(knobs: Knobs) -> Knobs:
+    """Return settings without those patterns of ``float8.skip`` that name one layer, which a short model may lack."""
+    float8 = getattr(knobs.config, "float8", None)
+    if float8 is None or not float8.skip:
+        return knobs
+    skip = [pattern for pattern in float8.skip if not re.search(r"\.\d+(\.|$)", pattern)]
+    return replace(knobs, config=replace(cast(FSDP2Config, knobs.config), float8=replace(float8, skip=skip)))
 
 
 def _get_few_micro_batches(knobs: Knobs) -> int:

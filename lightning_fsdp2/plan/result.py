@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
+from lightning_fsdp2.parallel.layers.float8_conversion import Conversion
 from lightning_fsdp2.plan.pipeline import ActionTime, Pipeline, group_operations
 from lightning_fsdp2.plan.simulation.recorder import (
     CATEGORIES,
@@ -168,7 +169,7 @@ class Plan:
 
     device: Device
     peak_flops: float
-    """Peak floating-point operations per second of a device, in the compute dtype."""
+    """Peak floating-point operations per second of a device in the compute dtype, or in that and float8."""
 
     nodes: int
     batch: Batch
@@ -183,6 +184,9 @@ class Plan:
 
     pipeline: Pipeline | None = None
     """Stages and micro-batches of pipeline parallelism; None without."""
+
+    float8: Conversion | None = None
+    """Linear layers that multiply in float8, and those that do not; None without float8."""
 
     @property
     def world_size(self) -> int:

@@ -4,13 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_fsdp2.compat.torch import tree_map_with_path
 from lightning_fsdp2.data.module import SequenceDataModule
+from lightning_fsdp2.parallel.layers.float8 import make_device_error
 from lightning_fsdp2.plan.cache import Cache, get_run_fingerprint
 from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
 from lightning_fsdp2.plan.layouts import plan_pipeline, plan_ranks
@@ -224,7 +226,7 @@ def _prepare(
 ) -> tuple[Run, Knobs]:
     target = get_device(device) if isinstance(device, str) else device
     nodes = _get_nodes(world_size, target)
-    check_strategy(trainer.strategy)
+    _check_float8(check_strategy(trainer.strategy).config, target)
     batch = get_batch(datamodule or module) if batch is None else batch
     knobs = read_knobs(
         trainer,
@@ -235,6 +237,16 @@ def _prepare(
         accumulation=_get_accumulation(trainer, datamodule, world_size, nodes),
     )
     return Run(trainer, module, batch, world_size, nodes, target), knobs
+
+
+def _check_float8(config: Any, device: Device) -> None:
+    """Check that the device that is planned for can multiply in float8, if the run does."""
+    float8 = getattr(config, "float8", None)
+    if float8 is not None and not float8.emulate:
+        try:
+            device.get_peak_flops(torch.float8_e4m3fn)
+        except ValueError:
+            raise ValueError(make_device_error(device.name.upper())) from None
 
 
 def _plan(run: Run, knobs: Knobs, ranks: list[int] | None, *, processes: int | None) -> Plan:
@@ -249,7 +261,7 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int] | None, *, processes: int | N
         plans = plan_pipeline(run, knobs, first, first.pipeline, ranks, **options)
     elif ranks is None and not first.is_even:
         plans += [rank.plan for rank in plan_ranks(run, knobs, [run.world_size - 1], **options)]
-    return Plan(
+    plan = Plan(
         **first.facts,
         device=run.device,
         nodes=run.nodes,
@@ -262,6 +274,29 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int] | None, *, processes: int | N
             *get_notes_on_extras([_get_path(type(callback)) for callback in run.trainer.callbacks]),
         ],
     )
+    return replace(plan, notes=[*_judge_float8(run, knobs, plan, ranks, processes=processes), *plan.notes])
+
+
+def _judge_float8(run: Run, knobs: Knobs, plan: Plan, ranks: list[int] | None, *, processes: int | None) -> list[str]:
+    """Return a note on whether float8 pays, from a second plan of the same ranks without float8."""
+    conversion, config = plan.float8, cast(Any, knobs.config)
+    if conversion is None:
+        return []
+    plain = _plan(run, replace(knobs, config=replace(config, float8=None)), ranks, processes=processes)
+    note = (
+        f"{conversion.describe()} A step is estimated at {plan.estimate:.3g} s with float8 and at"
+        f" {plain.estimate:.3g} s without (at least {plan.at_least:.3g} s and {plain.at_least:.3g} s): "
+    )
+    ratio = plain.estimate / plan.estimate
+    remedies = [f"float8 makes it {ratio:.2f} times as fast." if ratio > 1 else "float8 does not pay."]
+    if not config.enable_compile:
+        remedies.append("enable_compile=True fuses the casts to float8.")
+    if conversion.small:
+        remedies.append(
+            f"{len(conversion.small)} of these layers are too small to gain from float8 by torchao's rule, which"
+            " filter_small=True leaves out."
+        )
+    return [note + " ".join(remedies)]
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:

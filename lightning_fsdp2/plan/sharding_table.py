@@ -83,6 +83,7 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
         "mesh": _describe_mesh(description.mesh),
         **({"mesh of experts": _describe_mesh(description.expert_mesh)} if description.expert_mesh else {}),
         "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in description.precision.items()),
+        **({"float8": description.float8.describe()} if description.float8 is not None else {}),
         "per rank"
         if not is_pipeline
         else "at most": f"weights {weights}, gradients {gradients}, two states per weight (AdamW) {states}",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_fsdp2.config import FSDP2Config, MegatronFSDPConfig
+from lightning_fsdp2.config import Float8Config, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.mesh import get_device, get_shard_size
 from lightning_fsdp2.mesh_axes import AxisNames, MeshAxes, get_mesh_axes
 from lightning_fsdp2.modules.sharder import check_not_sharded
@@ -23,10 +23,11 @@ from lightning_fsdp2.parallel.expert.checks import check_experts
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.layers.compile import apply_compile
+from lightning_fsdp2.parallel.layers.float8 import Float8Choice, apply_float8, choose_float8
 from lightning_fsdp2.parallel.layers.packed_sequences import apply_unpacked_sequences
 from lightning_fsdp2.parallel.pipeline.apply import apply_pipeline_parallel
 from lightning_fsdp2.parallel.pipeline.split import Split, build_split
-from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel, get_optional_stack
+from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel, get_optional_stack, get_shard_shapes
 from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion, build_collective_fusion
 from lightning_fsdp2.recipes.imports import import_plan
 from lightning_fsdp2.weights.adapters import check_peft
@@ -84,9 +85,12 @@ def parallelize_with_fsdp2(
     _warn_of_flags(axes, config)
     device = get_device(device_mesh)
     split = None if axes.pp is None else _build_split(structure, axes.pp, config)
+    float8 = _choose_float8(structure, axes, config, device)
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
+    if float8 is not None:
+        apply_float8(structure, float8)
     maybe_apply_tensor_parallel(structure, axes.tp, config)
     _apply_context_parallel(structure, axes, config)
     if split is not None:
@@ -97,10 +101,7 @@ def parallelize_with_fsdp2(
         apply_compile(structure, tensor_parallel=axes.tp is not None, fusion=fusion)
     if config.patch_is_packed_sequence:
         apply_unpacked_sequences(structure)
-    if config.autocast_dtype is not None:
-        residual_dtype = torch.float32 if policy.output_dtype is torch.float32 else None
-        apply_autocast(structure, config.autocast_dtype, device.type, residual_dtype=residual_dtype)
-        policy = replace(policy, cast_forward_inputs=False)
+    policy = _apply_autocast(structure, config, device, policy)
     offload_policy = get_optional_offload_policy(config, device)
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
@@ -145,6 +146,18 @@ def _check_experts(
         check_reshard_after_forward(config.reshard_after_forward, shards, "experts")
 
 
+def _choose_float8(
+    structure: ModelStructure, axes: MeshAxes, config: FSDP2Config, device: torch.device
+) -> Float8Choice | None:
+    """Choose the layers that will multiply in float8, before the model is changed; None if the config asks for none."""
+    if config.float8 is None:
+        return None
+    # the shapes that tensor parallelism will give to weights decide which layers can multiply in float8
+    shapes = {} if axes.tp is None else get_shard_shapes(structure, axes.tp.size(), import_plan(config.tp_plan))
+    # the cast is safe, because the config has already replaced a bool or a mapping with a Float8Config
+    return choose_float8(structure, cast(Float8Config, config.float8), device, shapes)
+
+
 def maybe_apply_tensor_parallel(
     structure: ModelStructure, tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig
 ) -> None:
@@ -185,6 +198,17 @@ def _apply_activation_checkpointing(structure: ModelStructure, axes: MeshAxes, c
         scope=config.activation_checkpointing_scope,
         compiles_collectives=config.enable_compile and (axes.tp is not None or axes.ep is not None),
     )
+
+
+def _apply_autocast(
+    structure: ModelStructure, config: FSDP2Config, device: torch.device, policy: MixedPrecisionPolicy
+) -> MixedPrecisionPolicy:
+    """Apply autocast, if the config asks for it, and return the policy for units, which then cast no inputs."""
+    if config.autocast_dtype is None:
+        return policy
+    residual_dtype = torch.float32 if policy.output_dtype is torch.float32 else None
+    apply_autocast(structure, config.autocast_dtype, device.type, residual_dtype=residual_dtype)
+    return replace(policy, cast_forward_inputs=False)
 
 
 def _apply_prefetch(plan: UnitPlan, config: FSDP2Config) -> None:
@@ -243,6 +267,7 @@ def _warn_of_flags(axes: MeshAxes, config: FSDP2Config) -> None:
     _warn_of_context_parallel_flags(axes.cp, config)
     _warn_of_pipeline_flags(axes.pp, config)
     _warn_of_uncompiled_experts(axes.ep, config)
+    _warn_of_uncompiled_float8(config)
 
 
 def warn_of_tensor_parallel_flags(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:
@@ -277,4 +302,14 @@ def _warn_of_uncompiled_experts(ep_mesh: DeviceMesh | None, config: FSDP2Config)
             " selective checkpoint around an exchange of tokens, so layers with experts run uncompiled. Use"
             " activation_checkpointing='full' or False to compile them.",
             ep_mesh.size(),
+        )
+
+
+def _warn_of_uncompiled_float8(config: FSDP2Config) -> None:
+    float8 = cast(Float8Config | None, config.float8)
+    is_slow = float8 is not None and not float8.emulate and not config.enable_compile
+    if is_slow and dist.get_rank() == 0:
+        logger.warning(
+            "float8 without enable_compile=True is usually slower than training without float8, because each cast takes"
+            " several kernels that read and write the whole matrix; set enable_compile=True."
         )

@@ -38,7 +38,9 @@ def read_parts(folder: Path, name: str) -> dict[str, Any]:
     "parts",
     [
         ["attention", "waits"],
-        pytest.param(["plan-8b", "parity", "tests", "plan-8b-tp", "plan-70b", "plan-30b-a3b"], marks=pytest.mark.slow),
+        pytest.param(
+            ["plan-8b", "parity", "float8", "tests", "plan-8b-tp", "plan-70b", "plan-30b-a3b"], marks=pytest.mark.slow
+        ),
     ],
     ids=["usual", "rest"],
 )
@@ -58,7 +60,8 @@ def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
     [
         ["attention-kernels", "trace"],
         pytest.param(
-            ["save", "baselines", "experts", "pipeline", "baselines-8b", "options", "offload"], marks=pytest.mark.slow
+            ["save", "baselines", "experts", "float8-speed", "pipeline", "baselines-8b", "options", "offload"],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["usual", "rest"],

@@ -1,5 +1,6 @@
 """Tokens per second and MFU, with a clock that goes by steps and operations as torch counts them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,6 +8,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.float8 import WIDE_LLAMA
 from helpers.models import GPT2, LLAMA, make_causal_lm, make_token_batches
 from helpers.ranks import run_ranks
 from helpers.recorder import Recorder, catch_messages
@@ -16,9 +18,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, DDPStrategy, Float8Config, FSDP2Strategy
 from lightning_fsdp2.callbacks import Throughput, throughput
-from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops
+from lightning_fsdp2.callbacks.model_flops import (
+    get_flops_per_token,
+    get_peak_flops,
+    get_peak_flops_of,
+    get_peak_flops_of_model,
+)
+from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.parallel.layers.float8 import apply_float8, choose_float8
 
 
 class Clock:
@@ -214,6 +223,34 @@ def test_peaks_without_sparsity(name: str, peaks: tuple[float, float, float] | N
     assert read(torch.float64, "high") is None
     found = [read(torch.bfloat16, "highest"), read(torch.float32, "high"), read(torch.float32, "highest")]
     assert found == ([None] * 3 if peaks is None else pytest.approx([peak * 1e12 for peak in peaks]))
+
+
+def test_the_peak_of_a_model_in_float8_lies_between_those_of_its_dtypes() -> None:
+    """All products take as long together as each at the peak for its dtype."""
+    get_peak = partial(get_peak_flops_of, "NVIDIA H100 80GB HBM3")
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+
+    def run(recipe: Any, emulate: bool, trained: bool) -> float:
+        model = make_causal_lm(WIDE_LLAMA).requires_grad_(trained)
+        structure, config = find_structure(model), Float8Config(recipe=recipe, emulate=emulate)
+        apply_float8(structure, choose_float8(structure, config, torch.device("cpu"), {}))
+        return get_peak_flops_of_model(model, 10 * matrices, torch.bfloat16, get_peak)
+
+    def peak(*arguments: Any) -> float:
+        return run_ranks(run, 1, *arguments)[0] / 989.4e12
+
+    # of 10 operations, 2 for each product in float8 take half the time
+    assert peak("rowwise_with_gw_hp", False, True) == pytest.approx(10 / (6 + 4 / 2))
+    assert peak("rowwise", False, True) == pytest.approx(10 / (4 + 6 / 2))
+    assert peak("rowwise", False, False) == pytest.approx(10 / (6 + 4 / 2))
+    assert peak("rowwise", True, True) == 1
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090"])
+def test_devices_without_units_for_float8_have_no_peak_for_it(name: str) -> None:
+    assert get_peak_flops_of(name, torch.bfloat16) > 0
+    with pytest.raises(ValueError, match=f"the peak speed of '{name}' in float8_e4m3fn is not known"):
+        get_peak_flops_of(name, torch.float8_e4m3fn)
 
 
 def test_what_is_not_known_is_said() -> None:

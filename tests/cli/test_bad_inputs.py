@@ -239,7 +239,17 @@ CASES = {
         command=("describe", "--config=run.yaml", "--world_size=2"),
     ),
     "backend that is none": flag("mpi", "mpi", "backend"),
-    "float8": flag(True, "float8", "float8"),
+    "float8 recipe that is none": flag({"recipe": "blockwise"}, ("recipe", "blockwise"), "float8"),
+    "float8 of no type": flag("yes", ("float8", "yes"), "float8"),
+    "float8 without the layers of skip": flag(
+        {"skip": ["head"]}, ("float8", "head"), "float8", command=("describe", "--config=run.yaml", "--world_size=2")
+    ),
+    **{
+        f"float8 under {kind}": trainer(
+            optimizer(f"lightning_fsdp2.{kind}", config={"float8": True}), ("float8", kind), "strategy"
+        )
+        for kind in ("DDPStrategy", "MegatronFSDPStrategy")
+    },
     "dtype of integers": flag({"param_dtype": "int8"}, "int8", "mp_policy"),
     "flag that is none": flag(True, "gradient_checkpointing", "gradient_checkpointing"),
     "async TP without TP": flag(True, "enable_async_tensor_parallel", "enable_async_tensor_parallel"),

@@ -22,8 +22,9 @@ from transformers import masking_utils
 
 from helpers.collectives import StepCounter
 from helpers.dispatch import LiveBytes, Products
+from helpers.float8 import MatrixProducts
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
+from lightning_fsdp2 import Float8Config, FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.labels import shift_left
 from lightning_fsdp2.parallel.context.apply import shard_sequence
 from lightning_fsdp2.parallel.loss.chunked import compute_chunked_token_losses, trace_logits_tail
@@ -138,6 +139,25 @@ FLAGS = (
                 flags={"activation_checkpointing": "selective"},
                 figures={"matrix products": PRODUCTS + 3 * LAYERS, "attentions": LAYERS},
             ),
+        ),
+    ),
+    Flag(
+        name="float8",
+        effect="Makes linear layers multiply in float8, except for the output head. With the recipe"
+        " rowwise_with_gw_hp, the gradients of weights are computed in high precision.",
+        settings=tuple(
+            Setting(
+                value=value,
+                flags={"float8": float8},
+                figures={"products in float8": number, "other matrix products": PRODUCTS - number},
+                is_slow=value != "True",
+            )
+            for value, float8, number in (
+                ("None", None, 0),
+                ("True", True, 2 * 7 * LAYERS),
+                ("recipe=rowwise", Float8Config(recipe="rowwise"), 3 * 7 * LAYERS),
+                ("recipe=tensorwise", Float8Config(recipe="tensorwise"), 3 * 7 * LAYERS),
+            )
         ),
     ),
     Flag(
@@ -320,7 +340,12 @@ def measure(setting: Setting) -> dict[str, Any]:
     for _ in range(2):
         run.step()
     graphs = counters["stats"]["unique_graphs"]
-    with _count_searches() as searches, StepCounter() as counter, Products(VOCABULARY) as products:
+    with (
+        _count_searches() as searches,
+        StepCounter() as counter,
+        Products(VOCABULARY) as products,
+        MatrixProducts() as matrices,
+    ):
         run.watch(counter)
         between = run.step()
     parameters = list(run.model.parameters())
@@ -336,6 +361,8 @@ def measure(setting: Setting) -> dict[str, Any]:
         "all-gathers before the first layer": run.seen["gathered"],
         "attentions": counter.operations["aten::_scaled_dot_product_flash_attention_for_cpu"],
         "matrix products": counter.operations["aten::mm"],
+        "products in float8": matrices.counts["_scaled_mm"],
+        "other matrix products": matrices.counts["mm"],
         "rows of logits": products.rows,
         "products": _name(products.dtypes),
         "weights on": _name({parameter.device for parameter in parameters}),

@@ -35,6 +35,12 @@ class Case:
     joins_ranks: bool = False
     """Whether the oracle gets what all data parallel ranks compute at the same time as one micro-batch."""
 
+    divides_gradients: bool = False
+    """Whether the oracle divides the gradients of the summed loss instead of the loss, as ``CausalLM`` does.
+
+    In exact numbers this is the same, but float8 rounds a multiple of a number to another multiple of its rounding.
+    """
+
     steps: int = 3
     accumulate: int = 1
     clip: float | None = None
@@ -106,9 +112,15 @@ def _compute_gradients(case: Case, model: nn.Module, step: int, dp_size: int) ->
     if case.joins_ranks:
         batches = [join_batches(batches[start : start + dp_size]) for start in range(0, window, dp_size)]
     parts = [case.loss(model, batch) for batch in batches]
-    loss = sum(part for part, _ in parts) / sum(weight for _, weight in parts)
-    loss.backward()
-    return loss.item()
+    loss, weight = sum(part for part, _ in parts), sum(weight for _, weight in parts)
+    if not case.divides_gradients:
+        (loss / weight).backward()
+        return (loss / weight).item()
+    (loss / case.accumulate).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(case.accumulate / weight)
+    return (loss / weight).item()
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:
@@ -116,14 +128,18 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:
-    """The mesh's gradient error against fp32 is at most 1.25 times that of one bf16 process.
+def assert_bf16_gradients(
+    case: Case, actual: Record, dp_size: int, *, make_exact_model: Callable[[], nn.Module] | None = None
+) -> float:
+    """The mesh's gradient error against fp32 is at most 1.25 times that of one bf16 process. Returns the ratio.
 
     Both are noise, and that of one step's gradients varies by a tenth or more; so the rule is for the steps together.
+    ``make_exact_model`` makes the model of fp32 if that of the case is not exact there.
     """
 
     def compute_gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = case.make_model()
+        make_exact = make_exact_model or case.make_model
+        model = make_exact() if dtype == torch.float32 else case.make_model()
         model.load_state_dict(actual.trajectory[step], strict=False)
         _compute_gradients(case, model.to(dtype), step, dp_size)
         return {name: p.grad.float() for name, p in model.named_parameters() if p.requires_grad}
@@ -136,6 +152,7 @@ def assert_bf16_gradients(case: Case, actual: Record, dp_size: int) -> None:
     assert len(actual.gradients) == case.steps
     ratio = (error / reference) ** 0.5
     assert 0 < ratio <= 1.25, f"the gradient error is {ratio} times that of one bf16 process"
+    return ratio
 
 
 class RankBatches(pl.LightningDataModule):

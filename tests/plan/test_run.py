@@ -1,6 +1,7 @@
 """Plans of whole runs, each of its ranks in a process of its own."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +9,20 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.models import make_causal_lm
-from helpers.planning import BATCH, LENGTH, LLAMA, WIDTH, make_batch, make_module, make_trainer
+from helpers.planning import BATCH, LAYERS, LENGTH, LLAMA, WIDTH, make_batch, make_module, make_trainer
 from helpers.user_modules import Normalized, UserModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, TextDataModule
+from lightning_fsdp2 import (
+    CausalLM,
+    DDPConfig,
+    DDPStrategy,
+    Float8Config,
+    FSDP2Config,
+    FSDP2Strategy,
+    TextDataModule,
+)
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.plan import Device, Plan, describe, get_device, plan_run
 
@@ -82,6 +91,39 @@ def test_ranks_that_are_asked_for() -> None:
     assert [rank.rank for rank in plan(ranks=[3, 1]).ranks] == [1, 3]
     uneven = plan(world_size=3)
     assert [rank.rank for rank in uneven.ranks] == [0, 2]
+
+
+# ---------------------------------------------------------------------- float8
+
+
+def test_a_plan_says_whether_float8_pays() -> None:
+    """At these sizes it does not: casts take longer than the products of small matrices."""
+    config = FSDP2Config(float8=True)
+    planned = plan(FSDP2Strategy(config=config), world_size=2)
+    assert planned.float8 is not None
+    assert len(planned.float8.converted) == 7 * LAYERS
+    assert json.loads(json.dumps(planned.to_dict()))["float8"]["left_out"] == {"lm_head": "output head"}
+    note = next(note for note in planned.notes if "float8" in note)
+    assert note.startswith("14 linear layers multiply in float8 (rowwise_with_gw_hp), but not lm_head (output head).")
+    assert "float8 does not pay. enable_compile=True fuses" in note
+    assert "14 of these layers are too small to gain from float8 by torchao's rule" in note
+    bfloat16 = planned.device.get_peak_flops(torch.bfloat16)
+    assert bfloat16 < planned.peak_flops < 2 * bfloat16
+
+
+@pytest.mark.slow
+def test_float8_pays_for_large_matrices() -> None:
+    wide = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 1, "num_attention_heads": 64}
+    config = FSDP2Config(float8=Float8Config(recipe="tensorwise"), enable_compile=True)
+    module = CausalLM(config=wide)
+    planned = plan(FSDP2Strategy(config=config), make_batch(4, 2048), module=module, world_size=8)
+    note = next(note for note in planned.notes if "float8" in note)
+    assert re.search(r"it is 1\.[1-9]\d? times as fast\.$", note), note
+
+
+def test_a_device_without_units_for_float8_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^float8: A100 cannot multiply in float8, .*emulate=True"):
+        plan(FSDP2Strategy(config=FSDP2Config(float8=True)), device="a100")
 
 
 # ---------------------------------------------------------------------- pipelines

@@ -20,6 +20,7 @@ from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.layers.activation_checkpointing import is_checkpointed, recomputes_collectives
 from lightning_fsdp2.parallel.layers.buffers import LayerBuffers
 from lightning_fsdp2.parallel.layers.caches import CacheArguments, is_filled
+from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.loss.cross_entropy import compile_losses
 from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion
 from lightning_fsdp2.parallel.tensor.parameters import get_slots
@@ -77,14 +78,25 @@ def apply_compile(
             " or set enable_compile=False."
         )
     compile_losses(model, backend)
-    report = _Report()
+    report, options = _Report(), _get_options(structure, fusion, backend)
     for layer in layers:
         if not is_module_compiled(layer):
             if type(layer).forward.__module__.startswith("torch.nn."):
                 # wrap torch's own modules, because dynamo compiles their forwards only if code outside torch calls them
                 wrap_method(layer, _call)
-            layer.compile(backend=backend, options=fusion.options if fusion is not None else None)
+            layer.compile(backend=backend, options=options)
             wrap_method(layer, _CompiledLayer(layer, fusion, report, verifies_first_call=tensor_parallel), "__call__")
+
+
+def _get_options(structure: ModelStructure, fusion: CollectiveFusion | None, backend: str) -> dict[str, Any] | None:
+    """Return options for ``torch.compile``, or None if the layers need none."""
+    options = {} if fusion is None else fusion.options
+    conversion = get_optional_conversion(structure.root)
+    if backend == "inductor" and conversion is not None and conversion.recipe == "rowwise":
+        # Keep the roundings that a fusion leaves out. Without them, a recomputed activation can exceed the scale of its
+        # row, and losses became NaN (https://github.com/pytorch/pytorch/issues/150859).
+        options = {**options, "emulate_precision_casts": True}
+    return options or None
 
 
 def is_compiled(structure: ModelStructure) -> bool:

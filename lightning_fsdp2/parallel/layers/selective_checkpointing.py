@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lightning_fsdp2.compat.torch import flex_attention_operation, get_operation, get_saved_tensors_hooks
+from lightning_fsdp2.compat.torchao import FLOAT8_PRODUCT
 from lightning_fsdp2.parallel.context.segment_attention import segment_attention
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -45,7 +46,7 @@ _FLASH_ATTENTION = "flash_attn"
 """Substring by which the operators of flash attention are recognised. It occurs in the namespaces of flash attention
 packages, and of the kernels that transformers loads from the Hub."""
 
-_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default}
+_PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.linear.default, FLOAT8_PRODUCT}
 
 _GROUPED_PRODUCT = _ATEN._grouped_mm.default
 """Matrix product of MoE experts. If the experts have biases, the result is not kept, because transformers adds biases

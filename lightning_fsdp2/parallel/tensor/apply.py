@@ -89,10 +89,7 @@ def apply_tensor_parallel(
             of ranks, or if a model does not support the requested options.
     """
     root = structure.root
-    models = [
-        match_plan(parts, get_plan(parts, plan), is_given=plan not in (None, "hf") or is_registered(parts.module))
-        for parts in structure.models or [find_parts(root)]
-    ]
+    models = _match_plans(structure, plan)
     check_plans(models, mesh.size(), sequence_parallel=sequence_parallel)
     layouts = dict.fromkeys(get_slots(structure.modules), Layout())
     layouts |= dict.fromkeys(get_slots(get_shared_modules(structure.modules)), Layout(is_partial=True))
@@ -127,6 +124,38 @@ def apply_tensor_parallel(
         methods = get_entrances(module)
         compute_with_local_parameters(module, layouts, mesh, modules=held, methods=methods)
     share_random_state(mesh.get_group(), torch.device(mesh.device_type))
+
+
+def get_shard_shapes(
+    structure: ModelStructure, ranks: int, plan: PlanOption = None
+) -> dict[nn.Module, list[torch.Size]]:
+    """Return the shapes of the parts of weights with which the ranks will compute, without changing the module.
+
+    Args:
+        structure: Structure of a module that tensor parallelism has not changed yet.
+        ranks: Number of tensor parallel ranks.
+        plan: See :func:`apply_tensor_parallel`.
+
+    Returns:
+        For each module with an entry for its ``weight``, the shape on each rank. A module with one of torch's own
+        styles, which computes with DTensors, has no shapes.
+    """
+    shapes: dict[nn.Module, list[torch.Size]] = {}
+    for model in _match_plans(structure, plan):
+        for (module, name), layout in model.get_layouts(ranks).items():
+            if name == "weight":
+                whole = torch.empty_like(module.get_parameter(name), device="meta")
+                shapes[module] = [layout.get_shard(whole, rank, ranks).shape for rank in range(ranks)]
+        for name in model.foreign:
+            shapes |= {module: [] for module in model.module.get_submodule(name).modules()}
+    return shapes
+
+
+def _match_plans(structure: ModelStructure, plan: PlanOption) -> list[MatchedModel]:
+    return [
+        match_plan(parts, get_plan(parts, plan), is_given=plan not in (None, "hf") or is_registered(parts.module))
+        for parts in structure.models or [find_parts(structure.root)]
+    ]
 
 
 def _compute_layers_with_local_parameters(

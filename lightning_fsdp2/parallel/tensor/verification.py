@@ -159,8 +159,8 @@ class _Graph:
                 if kind is wrong:
                     raise self._make_misuse_error(taken, edge)
             return given
-        if function is not None:
-            return Kind.EITHER
+        if function is not None and not getattr(function, "is_local", False):
+            return Kind.EITHER  # it may communicate in a way that is not known here
         if {Kind.EQUAL, Kind.OWN} <= set(inputs.values()):
             raise self._make_mixture_error(inputs)
         return next((kind for kind in inputs.values() if kind is not Kind.EITHER), Kind.EITHER)

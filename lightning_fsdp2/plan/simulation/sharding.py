@@ -23,6 +23,7 @@ from lightning_fsdp2.mesh import get_fsdp_mesh, get_mesh, get_optional_mesh
 from lightning_fsdp2.mesh_axes import AxisNames, get_mesh_axes
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure, get_class_name
 from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
+from lightning_fsdp2.parallel.layers.float8_conversion import Conversion, get_optional_conversion
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.plan.workers import run_in_processes
@@ -91,6 +92,9 @@ class Description:
 
     expert_mesh: dict[str, int]
     """Axes of the mesh of experts, which has the same ranks as ``mesh``. Empty without expert parallelism."""
+
+    float8: Conversion | None = None
+    """Linear layers that multiply in float8, and those that do not; None without float8."""
 
     @property
     def totals(self) -> dict[str, int]:
@@ -182,6 +186,7 @@ def describe_sharded(
         units=_describe_units(module, mesh, _get_units(structure, strategy.config, mesh), dtypes["gathered"]),
         notes=_get_notes(strategy.config, mesh),
         expert_mesh=_get_expert_sizes(mesh),
+        float8=get_optional_conversion(module),
     )
 
 

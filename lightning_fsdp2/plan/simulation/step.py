@@ -34,6 +34,7 @@ from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline
 from lightning_fsdp2.parallel.pipeline.run import PipelineRun
 from lightning_fsdp2.plan.simulation.even_routing import assume_even_routing
 from lightning_fsdp2.plan.simulation.fake_managers import get_buckets, replace_manager
+from lightning_fsdp2.plan.simulation.fused_casts import assume_fused_casts
 from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.plan.simulation.recorder import (
     ACTIVATIONS,
@@ -126,6 +127,8 @@ def simulate(
         dtypes = get_dtypes(strategy.manager, module)
         strategy.setup_module()
         assume_even_routing(module, load=load)
+        if getattr(strategy.config, "enable_compile", False):
+            assume_fused_casts(module)
         pipeline = simulate_neighbours(strategy, module, boundary)
         is_even = _is_even(module)
         description = describe_sharded(strategy, module, mesh, dtypes)

@@ -7,6 +7,8 @@ number of keys. Attention rates are those of FlashAttention-2, the kernel that c
 Sources:
     Matrix products: Bekman, "Maximum Achievable Matmul FLOPS", bfloat16
         (https://github.com/stas00/ml-engineering/tree/master/compute/accelerator).
+        torchao's own model of float8 also assumes the same share of the peak for float8 as for bfloat16
+        (``torchao/testing/training/roofline_utils.py``, torchao 0.18).
     Attention: Shah et al., figures 5 and 6, FlashAttention-2 on an H100 (https://arxiv.org/abs/2407.08608); Dao, A100
         (https://arxiv.org/abs/2307.08691); https://github.com/Dao-AILab/flash-attention/issues/1589, B200.
     Memory: Copies and STREAM triads reach nine tenths of the memory bandwidth.

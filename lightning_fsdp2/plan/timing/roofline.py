@@ -21,6 +21,8 @@ from lightning_fsdp2.sizes import DP_REPLICATE
 _ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "broadcast": 1}
 """Number of times that a collective's bytes go around a ring. An all-reduce is a reduce-scatter and an all-gather."""
 
+_TENSOR_CORE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -147,4 +149,4 @@ def _count_nodes(group: Group, device: Device) -> int:
 
 @cache
 def _get_peak(device: Device, dtype: torch.dtype | None) -> float:
-    return device.get_peak_flops(dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32)
+    return device.get_peak_flops(dtype if dtype in _TENSOR_CORE_DTYPES else torch.float32)

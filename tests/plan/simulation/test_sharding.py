@@ -159,6 +159,18 @@ def test_each_pipeline_rank_holds_its_own_layers() -> None:
     assert "layers.1-3" in table
 
 
+def test_layers_in_float8_are_described() -> None:
+    strategy = FSDP2Strategy(tp_size=8, config=FSDP2Config(sequence_parallel=True, float8=True, enable_compile=True))
+    description = run_describe(strategy, 16, precision="bf16-mixed")
+    assert description.float8 is not None
+    assert len(description.float8.converted) == 32 * 7
+    assert description.to_dict()["float8"]["left_out"] == {"lm_head": "output head"}
+    # of [4096, 4096], [1024, 4096] and [14336, 4096], eight ranks have 512, 128 and 1792 rows or columns
+    assert len(description.float8.small) == 32 * 7
+    text = " ".join(" ".join(get_table(description)).split())
+    assert "224 linear layers multiply in float8 (rowwise_with_gw_hp), but not lm_head (output head)." in text
+
+
 def test_flags_that_need_cuda_can_be_described() -> None:
     flags = {"sequence_parallel": True, "enable_compile": True, "enable_async_tensor_parallel": True}
     description = run_describe(FSDP2Strategy(tp_size=2, cp_size=2, config=FSDP2Config(**flags)), 8)

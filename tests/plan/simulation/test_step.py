@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.float8 import RECIPES
 from helpers.planning import (
     BATCH,
     KEY_VALUE_WIDTH,
@@ -26,7 +27,8 @@ from helpers.ranks import run_ranks
 from helpers.user_modules import Normalized
 from torch.optim import AdamW
 
-from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, DDPConfig, DDPStrategy, Float8Config, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.compat.torchao import FusedCasts
 from lightning_fsdp2.plan.result import RankPlan, build_rank_plan
 from lightning_fsdp2.plan.simulation.recorder import (
     ACTIVATIONS,
@@ -34,6 +36,7 @@ from lightning_fsdp2.plan.simulation.recorder import (
     OPTIMIZER_STATES,
     UNSHARDED_WEIGHTS,
     WEIGHTS,
+    StepRecorder,
 )
 from lightning_fsdp2.plan.simulation.step import Simulation, simulate
 from lightning_fsdp2.plan.timing.devices import DEVICES
@@ -59,6 +62,7 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
     "dp 2, chunked loss": (2, FSDP2Strategy, {"module": {"loss": "chunked"}}),
     "tp 2": (2, lambda: FSDP2Strategy(tp_size=2), {}),
     "cp 2": (2, lambda: FSDP2Strategy(cp_size=2), {}),
+    "dp 2, float8": (2, lambda: FSDP2Strategy(config=FSDP2Config(float8=True)), {}),
     "DDP": (2, DDPStrategy, {}),
     "DDP, bfloat16": (2, DDPStrategy, {"precision": "bf16-true", "accumulate_grad_batches": 2}),
     "dp 2 x tp 2, SP": (4, lambda: FSDP2Strategy(tp_size=2, config=SEQUENCE_PARALLEL), {}),
@@ -148,6 +152,45 @@ def test_flops_by_hand() -> None:
     # scores and values in forward; in backward the scores again, and two products for each; half of it, being causal
     attention = LAYERS * (2 + 5) * BATCH * 2 * LENGTH * LENGTH * WIDTH // 2
     assert planned.flops == pytest.approx(products + attention, rel=1e-3)
+
+
+@pytest.mark.parametrize(("recipe", "products"), [("rowwise_with_gw_hp", 2), ("tensorwise", 3)])
+def test_products_in_float8_by_hand(recipe: Any, products: int) -> None:
+    config = FSDP2Config(float8=Float8Config(recipe=recipe))
+    _, _, simulation = plan(2, lambda: FSDP2Strategy(config=config))
+    operations = simulation.recording.operations
+    in_float8 = sum(op.flops for op in operations if op.dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    assert in_float8 == products * 2 * BATCH * LENGTH * LAYERS * LAYER_MATRICES
+    plain = plan(2, FSDP2Strategy)[2].recording
+    assert simulation.recording.flops == plain.flops
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_cast_is_two_kernels(recipe: str) -> None:
+    """One reads the matrix for its largest values, which it writes; the other reads it again and writes a byte each."""
+
+    def run() -> int:
+        matrix = torch.ones(32, 64, dtype=torch.bfloat16)
+        with StepRecorder({}) as recorder:
+            recorder.begin("forward")
+            FusedCasts(recipe, emulate=False).cast_input(matrix)
+            return sum(operation.bytes for operation in recorder.get_recording().operations)
+
+    elements, scales = 32 * 64, 1 if recipe == "tensorwise" else 32
+    # a scale is written in bfloat16, and cast to float32
+    assert run_ranks(run, 1, group=False) == [2 * elements + 2 * scales + (2 + 4) * scales + (2 + 1) * elements]
+
+
+def test_compiled_casts_need_less_than_uncompiled_ones() -> None:
+    def read(**flags: Any) -> tuple[int, int]:
+        planned, _, simulation = plan(2, lambda: FSDP2Strategy(config=FSDP2Config(**flags)))
+        return planned.peak_bytes, sum(operation.bytes for operation in simulation.recording.operations)
+
+    _, plain_bytes = read()
+    compiled, compiled_bytes = read(float8=True, enable_compile=True)
+    uncompiled, uncompiled_bytes = read(float8=True)
+    assert plain_bytes < compiled_bytes < uncompiled_bytes
+    assert compiled <= uncompiled
 
 
 def test_hidden_states_are_no_logits_where_a_part_of_the_vocabulary_is_as_wide() -> None:

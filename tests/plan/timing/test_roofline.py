@@ -28,6 +28,12 @@ def test_an_operation_takes_as_long_as_its_slower_part() -> None:
     assert get_seconds(Operation(312 * 10**10, 2 * 10**12, torch.bfloat16), DEVICE) == pytest.approx(2)
 
 
+def test_products_in_float8_run_at_twice_the_peak_of_bfloat16() -> None:
+    device = get_device("h100")
+    for dtype, flops in ((torch.bfloat16, 9894), (torch.float8_e4m3fn, 19788), (torch.float8_e5m2, 19788)):
+        assert get_seconds(Operation(flops * 10**11, 0, dtype), device) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("ranks", "bandwidth"),
     [
