@@ -11,7 +11,7 @@ rule and the remedy. The docstring under a field is its help text on the command
 import warnings
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch.distributed import Backend
@@ -37,6 +37,8 @@ ContextParallelMethod: TypeAlias = Literal["auto", "allgather", "ulysses"]
 PipelineSchedule: TypeAlias = Literal["1f1b", "interleaved_1f1b", "gpipe"]
 Float8Recipe: TypeAlias = Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"]
 CheckpointFormat: TypeAlias = Literal["sharded", "full"]
+
+T = TypeVar("T")
 
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -76,6 +78,12 @@ _REFUSED = {
         remedy='use tp_plan="hf" for the plan of the Hugging Face model, or tp_plan=None for our plan.',
         error=TypeError,
     ),
+    **{
+        (config, "float8"): _Refusal(
+            allowed=None, reason=f"is not an option of {config}", remedy="use FSDP2Strategy, or leave the option out."
+        )
+        for config in ("DDPConfig", "MegatronFSDPConfig")
+    },
     ("MegatronFSDPConfig", "average_in_collective"): _Refusal(
         allowed=False,
         reason="fails in megatron-fsdp for models without Megatron's own expert parallelism",
@@ -416,9 +424,12 @@ class MegatronFSDPConfig(_Flags):
     one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
     not gloo."""
 
-    def __post_init__(self) -> None:
+    float8: InitVar[Any] = None
+    """Option that must stay None. Only FSDP2Config supports it."""
+
+    def __post_init__(self, float8: Any) -> None:
         self._check_bools()
-        self._check_refused()
+        self._check_refused(float8=float8)
         _check_tp_plan(self.tp_plan)
         _check_activation_checkpointing(self.activation_checkpointing)
         self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
@@ -480,8 +491,12 @@ class DDPConfig(_Flags):
     one communicator, instead of creating each group at its first use. This flag needs an accelerator whose backend is
     not gloo."""
 
-    def __post_init__(self) -> None:
+    float8: InitVar[Any] = None
+    """Option that must stay None. Only FSDP2Config supports it."""
+
+    def __post_init__(self, float8: Any) -> None:
         self._check_bools()
+        self._check_refused(float8=float8)
         _check_activation_checkpointing(self.activation_checkpointing)
         _check_scope(self.activation_checkpointing_scope)
         self._set("autocast_dtype", _to_autocast_dtype(self.autocast_dtype))
@@ -764,29 +779,25 @@ def _to_mp_policy(value: object) -> MixedPrecisionPolicy | None:
 
 
 def _to_offload_policy(value: object) -> CPUOffloadPolicy | None:
-    if value is None or value is False:
-        return None
-    if value is True:
-        return CPUOffloadPolicy()
-    if isinstance(value, Mapping):
-        value = _policy_from_mapping("offload_policy", value, CPUOffloadPolicy)
-    if not isinstance(value, CPUOffloadPolicy):
-        raise TypeError(
-            f"offload_policy={value!r} must be True, a CPUOffloadPolicy or a mapping of its fields; "
-            "use None to keep everything on the device."
-        )
-    return value
+    return _to_optional("offload_policy", value, CPUOffloadPolicy, "None to keep everything on the device")
 
 
 def _to_float8(value: object) -> Float8Config | None:
+    return _to_optional("float8", value, Float8Config, "None to multiply in the compute dtype")
+
+
+def _to_optional(option: str, value: object, kind: type[T], alternative: str) -> T | None:
+    """Return options as an instance of ``kind``, which True stands for with its defaults; None if they are off."""
     if value is None or value is False:
         return None
     if value is True:
-        return Float8Config()
+        return kind()
     if isinstance(value, Mapping):
-        value = _policy_from_mapping("float8", value, Float8Config)
-    if not isinstance(value, Float8Config):
-        raise TypeError(f"float8={value!r} must be True, a Float8Config or a mapping of its fields; use None for none.")
+        value = _policy_from_mapping(option, value, kind)
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{option}={value!r} must be True, a {kind.__name__} or a mapping of its fields; use {alternative}."
+        )
     return value
 
 

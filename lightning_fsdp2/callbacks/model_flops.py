@@ -104,7 +104,7 @@ def get_peak_flops_of_model(
         get_peak: Function that returns the device's peak speed for a dtype.
 
     Raises:
-        ValueError: When a peak is not known.
+        ValueError: When a peak is not known, or ``flops_per_token`` is less than the model takes in float8.
     """
     conversions = [get_optional_conversion(inner) for inner in module.modules()]
     in_float8 = sum(conversion.flops_per_token for conversion in conversions if conversion is not None)

@@ -11,11 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_fsdp2.callbacks.logging_steps import gather_numbers, is_logging_step, log_metrics
-from lightning_fsdp2.callbacks.model_flops import (
-    get_flops_per_token,
-    get_peak_flops,
-    get_peak_flops_of_model,
-)
+from lightning_fsdp2.callbacks.model_flops import get_flops_per_token, get_peak_flops, get_peak_flops_of_model
 from lightning_fsdp2.compat.lightning import ignore_fetches, is_accumulating, watch_fetches
 
 

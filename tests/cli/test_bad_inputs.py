@@ -240,13 +240,13 @@ CASES = {
     ),
     "backend that is none": flag("mpi", "mpi", "backend"),
     "float8 recipe that is none": flag({"recipe": "blockwise"}, ("recipe", "blockwise"), "float8"),
-    "float8 of no type": flag("yes", ("float8", "yes"), "float8"),
+    "float8 of no type": flag("fast", ("float8", "fast"), "float8"),
     "float8 without the layers of skip": flag(
         {"skip": ["head"]}, ("float8", "head"), "float8", command=("describe", "--config=run.yaml", "--world_size=2")
     ),
     **{
         f"float8 under {kind}": trainer(
-            optimizer(f"lightning_fsdp2.{kind}", config={"float8": True}), ("float8", kind), "strategy"
+            optimizer(f"lightning_fsdp2.{kind}", config={"float8": True}), ("float8", "FSDP2Strategy"), "strategy"
         )
         for kind in ("DDPStrategy", "MegatronFSDPStrategy")
     },

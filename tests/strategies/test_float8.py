@@ -257,8 +257,7 @@ class Weights(pl.Callback):
             self.saved = whole(module.state_dict())
 
 
-@pytest.mark.parametrize("reader", [True, False], ids=["to float8", "to no float8"])
-@pytest.mark.parametrize("writer", [True, False], ids=["from float8", "from no float8"])
+@pytest.mark.parametrize(("writer", "reader"), [(True, True), (True, False), (False, True)])
 def test_a_run_goes_on_bitwise_with_or_without_float8(writer: bool, reader: bool, tmp_path: Path) -> None:
     def run() -> None:
         torch.manual_seed(1)

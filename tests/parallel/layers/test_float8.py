@@ -153,7 +153,9 @@ def test_a_layer_keeps_its_class_hooks_mode_and_names() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [recipe if recipe == "rowwise" else pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES]
+)
 def test_a_compiled_layer_multiplies_in_float8(recipe: str) -> None:
     torch.compiler.reset()
     plain = nn.Sequential(make_layer(recipe, emulate=False, bias=False))
@@ -497,7 +499,7 @@ def test_checkpointing_repeats_products_in_float8_as_it_does_others(mode: Any, r
 
 
 @pytest.mark.parametrize("mode", [False, pytest.param("selective", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tp_size": 2}], ids=["dp2", "tp2"])
 def test_compiled_layers_share_a_graph_and_have_the_same_gradients(
     sizes: dict[str, int], mode: Any, compile_without_code: None
 ) -> None:
