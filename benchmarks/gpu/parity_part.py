@@ -4,7 +4,7 @@ import argparse
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from benchmarks.gpu.shapes import LLAMA_3_8B, TINY, make_mixture
 from benchmarks.gpu.staged_group import STAGED, register
 from benchmarks.memory import run_forked
 from lightning_fsdp2 import (
-    Float8Config,
     FSDP2Config,
     FSDP2Manager,
     MegatronFSDPConfig,
@@ -28,7 +27,6 @@ from lightning_fsdp2 import (
     clip_grad_norm_,
     create_device_mesh,
 )
-from lightning_fsdp2.config import Float8Recipe
 from lightning_fsdp2.parallel.megatron import wrap
 from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
 from lightning_fsdp2.parallel.pipeline.plain_loop import train_on_stages
@@ -52,9 +50,6 @@ class Layout:
     is_megatron: bool = False
     is_mixture: bool = False
     """Whether the model is a mixture of experts, and not a Llama."""
-
-    float8: Float8Recipe | None = None
-    """Recipe of emulated float8, which is exact enough to compare ranks with one process."""
 
     @property
     def pp_size(self) -> int:
@@ -84,9 +79,6 @@ LAYOUTS = {
     "pipeline parallel, interleaved": Layout({"pp_size": 2}, {"pp_schedule": "interleaved_1f1b"}),
     "pipeline parallel, full AC": Layout({"pp_size": 2}, {"activation_checkpointing": "full"}),
     "pipeline + tensor + sequence parallel": Layout({"pp_size": 2, "tp_size": 2}, {"sequence_parallel": True}),
-    "FSDP, float8 rowwise_with_gw_hp": Layout({}, float8="rowwise_with_gw_hp"),
-    "FSDP, float8 tensorwise": Layout({}, float8="tensorwise"),
-    "tensor + sequence parallel, float8 rowwise": Layout({"tp_size": 2}, {"sequence_parallel": True}, float8="rowwise"),
     "Megatron-FSDP": Layout({}, is_megatron=True),
     "Megatron-FSDP, double buffer": Layout({}, {"fsdp_double_buffer": True}, is_megatron=True),
     "Megatron-FSDP, tensor + sequence parallel": Layout({"tp_size": 2}, {"sequence_parallel": True}, is_megatron=True),
@@ -103,10 +95,7 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
     """
     llama, length = ({**TINY, "num_hidden_layers": 4}, 32) if args.scale == TOY else (SHORT, 1024)
     models = {False: llama, True: make_mixture(llama)}
-    kinds = dict.fromkeys((layout.is_mixture, layout.float8) for layout in LAYOUTS.values())
-    expected = {
-        kind: run_forked(partial(run_alone, models[kind[0]], length, args.ranks, kind[1]), 1)[0] for kind in kinds
-    }
+    expected = {kind: run_forked(partial(run_alone, models[kind], length, args.ranks), 1)[0] for kind in models}
     rows: list[list[Any]] = []
     failures: list[str] = []
     for name, layout in LAYOUTS.items():
@@ -120,7 +109,7 @@ def compare_with_one_process(args: argparse.Namespace) -> Iterator[Sequence[Tabl
             with tempfile.TemporaryDirectory() as folder:
                 run = partial(run_rank, layout, models[layout.is_mixture], length, args.ranks, folder)
                 actual, *_ = run_forked(run, args.ranks)
-            loss, gradient = compare(actual, expected[layout.is_mixture, layout.float8])
+            loss, gradient = compare(actual, expected[layout.is_mixture])
             is_right = loss <= LOSS_TOLERANCE and gradient <= 1
             rows.append([name, "equal" if is_right else "differs", loss, gradient])
         except Exception as error:  # other layouts may still be right
@@ -136,15 +125,9 @@ Result = tuple[float, dict[str, Tensor]]
 """The loss, and the gradients by name."""
 
 
-def run_alone(fields: dict[str, Any], length: int, ranks: int, float8: Float8Recipe | None, worker: int) -> Result:
-    """Compute the expected result in one process, with torchao's own layers if it is in float8."""
+def run_alone(fields: dict[str, Any], length: int, ranks: int, worker: int) -> Result:
+    """Compute the expected result in one process."""
     model = make_model(fields)
-    if float8 is not None:
-        # import it only in this process: it starts CUDA, after which no process can be forked
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        recipe = replace(Float8LinearConfig.from_recipe_name(float8), emulate=True, round_scales_to_power_of_2=True)
-        convert_to_float8_training(model, config=recipe, module_filter_fn=lambda module, name: name != "lm_head")
     loss = get_loss(model, make_tokens(fields, length, ranks))
     loss.backward()
     return loss.item(), {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
@@ -158,8 +141,7 @@ def run_rank(layout: Layout, fields: dict[str, Any], length: int, ranks: int, fo
     if layout.is_megatron:
         config: Any = MegatronFSDPConfig(**layout.flags)
     else:
-        float8 = None if layout.float8 is None else Float8Config(recipe=layout.float8, emulate=True)
-        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), float8=float8, **layout.flags)
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **layout.flags)
     mesh = create_device_mesh(config, device_type=get_device_type(), **layout.sizes)
     # the ranks of a stage are consecutive
     index = rank % (ranks // layout.pp_size) // (layout.shares // layout.pp_size)
