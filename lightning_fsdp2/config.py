@@ -136,13 +136,15 @@ class Float8Config(_Flags):
     """
 
     recipe: Float8Recipe = "rowwise_with_gw_hp"
-    """Recipe of torchao for scales. "rowwise_with_gw_hp" scales each row, and computes the gradients of weights in high
-    precision. "rowwise" computes them in float8 too. "tensorwise" has one scale for each matrix: it is the fastest, and
-    the least exact if a few values are much larger than the others."""
+    """Recipe of torchao for scales. "rowwise_with_gw_hp" has one for each row, but one for the whole weight in the
+    gradient of the input, and computes the gradients of weights in high precision. "rowwise" has one for each row, and
+    computes these gradients in float8 too. "tensorwise" has one for each matrix: it is the fastest, and the least exact
+    if a few values are much larger than the others."""
 
     skip: list[str] | None = None
     """Linear layers to leave out, by name relative to the Hugging Face model. A * stands for a part between dots, as in
-    "model.layers.*.mlp.down_proj". None leaves out the output head."""
+    "model.layers.*.mlp.down_proj". None leaves out the output head. A list replaces this: name the head too, if it
+    should stay."""
 
     filter_small: bool = False
     """Whether to leave out layers that float8 would make slower, by torchao's rule for the sizes of weights on an

@@ -113,7 +113,8 @@ def get_peak_flops_of_model(
         return peak
     if in_float8 > flops_per_token:
         raise ValueError(
-            f"a token takes {in_float8:.3g} operations in float8, more than the {flops_per_token:.3g} of all operations"
+            f"the linear layers take {in_float8:.3g} operations per token in float8, more than the"
+            f" {flops_per_token:.3g} of all operations"
         )
     seconds = (flops_per_token - in_float8) / peak + in_float8 / get_peak(torch.float8_e4m3fn)
     return flops_per_token / seconds

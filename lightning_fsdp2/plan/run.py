@@ -287,9 +287,11 @@ def _judge_float8(run: Run, knobs: Knobs, plan: Plan, ranks: list[int] | None, *
         f"{conversion.describe()} A step is estimated at {plan.estimate:.3g} s with float8 and at"
         f" {plain.estimate:.3g} s without (at least {plan.at_least:.3g} s and {plain.at_least:.3g} s): "
     )
-    ratio = plain.estimate / plan.estimate
+    ratio = round(plain.estimate / plan.estimate, 2)
     remedies = [f"float8 makes it {ratio:.2f} times as fast." if ratio > 1 else "float8 does not pay."]
-    if not config.enable_compile:
+    if conversion.is_emulated:
+        remedies.append("emulate=False multiplies in float8.")
+    elif not config.enable_compile:
         remedies.append("enable_compile=True fuses the casts to float8.")
     if conversion.small:
         remedies.append(

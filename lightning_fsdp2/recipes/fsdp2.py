@@ -82,15 +82,16 @@ def parallelize_with_fsdp2(
     policy = resolve_mp_policy(config.mp_policy)
     _check_experts(structure, axes, config, policy)
     fusion = get_optional_fusion(axes.tp, config)
-    _warn_of_flags(axes, config)
+    _warn_of_flags(structure, axes, config, policy)
     device = get_device(device_mesh)
     split = None if axes.pp is None else _build_split(structure, axes.pp, config)
-    float8 = _choose_float8(structure, axes, config, device)
+    float8 = _choose_float8(structure, axes, config, device if materializes else None)
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
     if float8 is not None:
         apply_float8(structure, float8)
+        del float8  # it holds layers of other stages
     maybe_apply_tensor_parallel(structure, axes.tp, config)
     _apply_context_parallel(structure, axes, config)
     if split is not None:
@@ -147,7 +148,7 @@ def _check_experts(
 
 
 def _choose_float8(
-    structure: ModelStructure, axes: MeshAxes, config: FSDP2Config, device: torch.device
+    structure: ModelStructure, axes: MeshAxes, config: FSDP2Config, device: torch.device | None
 ) -> Float8Choice | None:
     """Choose the layers that will multiply in float8, before the model is changed; None if the config asks for none."""
     if config.float8 is None:
@@ -261,13 +262,15 @@ def get_optional_fusion(tp_mesh: DeviceMesh | None, config: FSDP2Config) -> Coll
     return build_collective_fusion(tp_mesh)
 
 
-def _warn_of_flags(axes: MeshAxes, config: FSDP2Config) -> None:
+def _warn_of_flags(
+    structure: ModelStructure, axes: MeshAxes, config: FSDP2Config, policy: MixedPrecisionPolicy
+) -> None:
     """Log warnings on global rank 0 about flags that have no effect on this mesh, or not the one to expect."""
     warn_of_tensor_parallel_flags(axes.tp, config)
     _warn_of_context_parallel_flags(axes.cp, config)
     _warn_of_pipeline_flags(axes.pp, config)
     _warn_of_uncompiled_experts(axes.ep, config)
-    _warn_of_uncompiled_float8(config)
+    _warn_of_float8(structure, config, policy)
 
 
 def warn_of_tensor_parallel_flags(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:
@@ -305,11 +308,21 @@ def _warn_of_uncompiled_experts(ep_mesh: DeviceMesh | None, config: FSDP2Config)
         )
 
 
-def _warn_of_uncompiled_float8(config: FSDP2Config) -> None:
+def _warn_of_float8(structure: ModelStructure, config: FSDP2Config, policy: MixedPrecisionPolicy) -> None:
+    """Warn if float8 is slow because layers are not compiled, or less exact than the compute dtype promises."""
     float8 = cast(Float8Config | None, config.float8)
-    is_slow = float8 is not None and not float8.emulate and not config.enable_compile
-    if is_slow and dist.get_rank() == 0:
+    if float8 is None or float8.emulate or dist.get_rank() != 0:
+        return
+    if not config.enable_compile:
         logger.warning(
             "float8 without enable_compile=True is usually slower than training without float8, because each cast takes"
             " several kernels that read and write the whole matrix; set enable_compile=True."
+        )
+    weights = next((parameter.dtype for parameter in structure.root.parameters()), torch.float32)
+    compute = config.autocast_dtype or policy.param_dtype or weights
+    if compute == torch.float32 and float8.recipe != "tensorwise":
+        logger.warning(
+            "float8 with recipe=%r rounds the results of its products to bfloat16, although this run computes in"
+            ' float32; use Trainer(precision="bf16-mixed"), or recipe="tensorwise", whose products are float32.',
+            float8.recipe,
         )

@@ -26,6 +26,7 @@ from lightning_fsdp2.modules.wrapping import show_signature
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
+from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import check_arguments
@@ -182,6 +183,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             rank_zero_info(f"{type(self).__name__}: mesh {sizes}, {self.manager.mp_policy}")
             if self.pp_size > 1:
                 rank_zero_info(get_pipeline(module).describe())
+            if (conversion := get_optional_conversion(module)) is not None:
+                rank_zero_info(conversion.describe())
         if isinstance(module, FSDPModule):
             check_manual_optimization(module)
             for name in get_entrances(module):

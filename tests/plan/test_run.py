@@ -118,12 +118,27 @@ def test_float8_pays_for_large_matrices() -> None:
     module = CausalLM(config=wide)
     planned = plan(FSDP2Strategy(config=config), make_batch(4, 2048), module=module, world_size=8)
     note = next(note for note in planned.notes if "float8" in note)
-    assert re.search(r"it is 1\.[1-9]\d? times as fast\.$", note), note
+    assert re.search(r"makes it 1\.[1-9]\d times as fast\.$", note), note
 
 
 def test_a_device_without_units_for_float8_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^float8: A100 cannot multiply in float8, .*emulate=True"):
         plan(FSDP2Strategy(config=FSDP2Config(float8=True)), device="a100")
+
+
+def test_emulated_float8_is_planned_on_any_device_and_called_so() -> None:
+    config = FSDP2Config(float8=Float8Config(emulate=True))
+    note = next(note for note in plan(FSDP2Strategy(config=config), device="a100").notes if "float8" in note)
+    assert note.startswith("14 linear layers emulate float8 in float32 (rowwise_with_gw_hp)")
+    assert "float8 does not pay. emulate=False multiplies in float8." in note
+
+
+def test_this_machine_need_not_multiply_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("lightning_fsdp2.parallel.layers.float8._try_products", fail)
+    assert plan(FSDP2Strategy(config=FSDP2Config(float8=True))).float8 is not None
 
 
 # ---------------------------------------------------------------------- pipelines

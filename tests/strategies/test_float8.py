@@ -150,7 +150,12 @@ def test_scales_that_are_no_powers_of_two_fail_this_comparison(mesh: str, monkey
         ("dp2 x tp2+sp", "tensorwise", "bf16-mixed"),
         *(
             pytest.param(mesh, recipe, precision, marks=pytest.mark.slow)
-            for mesh, precision in (("dp2", "bf16-mixed"), ("tp2", "bf16-true"), ("pp2", "bf16-mixed"))
+            for mesh, precision in (
+                ("dp2", "bf16-mixed"),
+                ("tp2", "bf16-true"),
+                ("pp2", "bf16-mixed"),
+                ("tp2+sp", "autocast"),
+            )
             for recipe in RECIPES
         ),
     ],
@@ -158,7 +163,8 @@ def test_scales_that_are_no_powers_of_two_fail_this_comparison(mesh: str, monkey
 def test_the_error_in_bfloat16_is_that_of_one_process(mesh: str, recipe: str, precision: str) -> None:
     def run() -> None:
         torch.manual_seed(1)
-        case = make_case(mesh, recipe, steps=2, precision=precision)
+        flags = {"autocast_dtype": torch.bfloat16} if precision == "autocast" else {}
+        case = make_case(mesh, recipe, flags, steps=2, precision="32-true" if flags else precision)
         actual = train_and_count(case)
         if dist.get_rank() == 0:
             exact = partial(make_causal_lm, CONFIGS[mesh])

@@ -36,7 +36,7 @@ class Float8Choice:
 
 
 def choose_float8(
-    structure: ModelStructure, config: Float8Config, device: torch.device, shapes: Shapes
+    structure: ModelStructure, config: Float8Config, device: torch.device | None, shapes: Shapes
 ) -> Float8Choice:
     """Choose the linear layers that will multiply in float8, and check that they can.
 
@@ -45,7 +45,7 @@ def choose_float8(
     Args:
         structure: Structure of the model.
         config: Recipe, and layers to leave out.
-        device: Device on which the model computes.
+        device: Device on which the model computes. None for a simulation, which says nothing of devices.
         shapes: Shapes that tensor parallelism will give to weights.
 
     Raises:
@@ -54,22 +54,29 @@ def choose_float8(
     """
     check_torchao()
     casts = Casts(config.recipe, emulate=config.emulate)
-    _check_device(device, casts)
+    if device is not None:
+        _check_device(device, casts)
     layers, conversion = choose_layers(structure, config, shapes)
     return Float8Choice(layers, casts, conversion)
 
 
 def _check_device(device: torch.device, casts: Casts) -> None:
     """Multiply small matrices in forward and backward, because which kernels there are depends on device and recipe."""
-    if casts.emulates:
-        return
-    matrix = torch.ones(16, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the device {device}"
     try:
-        with torch.enable_grad():
-            Float8Product.apply(matrix, matrix, casts).sum().backward()
+        _try_products(device, Casts(casts.recipe, emulate=False))
     except (RuntimeError, ValueError) as error:  # the class and the text depend on the device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the device {device}"
-        raise ValueError(make_device_error(name)) from error
+        if not casts.emulates:
+            raise ValueError(make_device_error(name)) from error
+    else:
+        if casts.emulates and dist.get_rank() == 0:
+            logger.warning("float8: emulate=True, although %s can multiply in float8; leave it out for speed.", name)
+
+
+def _try_products(device: torch.device, casts: Casts) -> None:
+    matrix = torch.ones(16, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.enable_grad():
+        Float8Product.apply(matrix, matrix, casts).sum().backward()
 
 
 def make_device_error(device: str) -> str:
@@ -90,8 +97,6 @@ def apply_float8(structure: ModelStructure, choice: Float8Choice) -> None:
         linear.__dict__[_LAYER] = Float8Layer(linear, choice.casts)
         wrap_method(linear, linear.__dict__[_LAYER])
     set_conversion(structure.root, choice.conversion)
-    if dist.get_rank() == 0:
-        logger.info("float8: %s", choice.conversion.describe())
 
 
 def find_float8_layers(root: nn.Module) -> "list[Float8Layer]":
@@ -113,10 +118,11 @@ class Float8Layer:
 
     def __call__(self, forward: Callable[[Tensor], Tensor], /, input: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
-        # No scale can be computed from an empty input. If sizes differ, torch's own error is clearer than torchao's.
-        if input.numel() == 0 or input.size(-1) != weight.size(-1):
+        is_autocast = torch.is_autocast_enabled(input.device.type)
+        # no scale can be computed from an empty input; for sizes and dtypes that differ, torch has a clear error
+        if input.numel() == 0 or input.size(-1) != weight.size(-1) or not (is_autocast or input.dtype == weight.dtype):
             return forward(input)
-        if torch.is_autocast_enabled(input.device.type):
+        if is_autocast:
             # leave the weight in its dtype, so that it is rounded only once
             input = input.to(torch.get_autocast_dtype(input.device.type))
         with torch.autocast(input.device.type, enabled=False):

@@ -19,6 +19,10 @@ _PRODUCTS = {"rowwise_with_gw_hp": 2, "rowwise": 3, "tensorwise": 3}
 """Number of products in float8 of a trained layer, by recipe: forward, the input's and the weight's gradient. A frozen
 layer has two."""
 
+_SMALL = "small"
+_ODD = f"sizes are not multiples of {_MULTIPLE}"
+_ODD_SHARDS = f"sizes of shards are not multiples of {_MULTIPLE}"
+
 _CONVERSION = "_lightning_fsdp2_float8_conversion"
 
 Shapes = Mapping[nn.Module, Sequence[torch.Size]]
@@ -30,6 +34,9 @@ class Conversion:
     """Names of a model's linear layers that multiply in float8, and of those that do not."""
 
     recipe: str
+    is_emulated: bool
+    """Whether the layers round to float8 and then multiply in float32."""
+
     converted: list[str]
     """Layers in float8."""
 
@@ -44,13 +51,21 @@ class Conversion:
 
     def describe(self) -> str:
         """Return one sentence with the number of layers, and the reasons why others are left out."""
+        others = self.describe_left_out()
+        one = len(self.converted) == 1
+        sentence = f"{len(self.converted)} linear layer{'' if one else 's'} "
+        if self.is_emulated:
+            sentence += f"emulate{'s' if one else ''} float8 in float32 ({self.recipe})"
+        else:
+            sentence += f"{'multiplies' if one else 'multiply'} in float8 ({self.recipe})"
+        return f"{sentence}, but not {others}." if others else f"{sentence}."
+
+    def describe_left_out(self) -> str:
+        """Return the layers that are left out, with the reasons; "" if there are none."""
         names: dict[str, list[str]] = {}
         for name, reason in self.left_out.items():
             names.setdefault(reason, []).append(name)
-        others = [f"{_summarize(found)} ({reason})" for reason, found in names.items()]
-        number = len(self.converted)
-        sentence = f"{number} linear layer{'s multiply' if number != 1 else ' multiplies'} in float8 ({self.recipe})"
-        return f"{sentence}, but not {'; '.join(others)}." if others else f"{sentence}."
+        return "; ".join(f"{_summarize(found)} ({reason})" for reason, found in names.items())
 
 
 def _summarize(names: Sequence[str]) -> str:
@@ -91,6 +106,7 @@ def choose_layers(
     small = [linear for linear in layers if _is_any_small(_get_shapes(linear, shapes), config.recipe)]
     conversion = Conversion(
         recipe=config.recipe,
+        is_emulated=config.emulate,
         converted=[names[linear] for linear in layers],
         small=[names[linear] for linear in small],
         left_out={names[linear]: reason for linear, reason in reasons.items() if reason is not None},
@@ -98,10 +114,22 @@ def choose_layers(
     )
     if not layers:
         raise ValueError(
-            f"float8={config}: no linear layer of {get_class_name(structure.root)} can multiply in float8:"
-            f" {conversion.describe()} Use float8=None, or other options."
+            f"float8={config}: no linear layer of {get_class_name(structure.root)} is left to multiply in float8. Left"
+            f" out are {conversion.describe_left_out()}. {_get_remedy(conversion)}"
         )
     return layers, conversion
+
+
+def _get_remedy(conversion: Conversion) -> str:
+    """Return what to change so that a layer can multiply in float8."""
+    reasons = set(conversion.left_out.values())
+    remedies = [
+        *(["filter_small=False"] if _SMALL in reasons else []),
+        *(["a shorter skip"] if any(reason.startswith("skip=") for reason in reasons) else []),
+        *(["a smaller tp_size"] if _ODD_SHARDS in reasons else []),
+        "float8=None",
+    ]
+    return f"Use {' or '.join(remedies)}."
 
 
 def _count_flops(weight: Tensor, recipe: str) -> int:
@@ -179,8 +207,8 @@ def _iterate_heads(structure: ModelStructure) -> Iterator[nn.Module]:
 def _iterate_routers(structure: ModelStructure) -> Iterator[nn.Module]:
     """Yield the linear layers that choose experts for tokens. Rounding their inputs would change the choice.
 
-    Such a layer has one output for each expert. It lies beside the experts, or in a module beside them that has no
-    other linear layer or that knows the number of experts.
+    A router lies beside the experts. It is a linear layer, or a module that has no other or that knows the number of
+    experts, with an output for each expert, and maybe one more for tokens that go to none.
     """
     packed = set(find_experts(structure.modules))
     for block in structure.modules:
@@ -190,8 +218,10 @@ def _iterate_routers(structure: ModelStructure) -> Iterator[nn.Module]:
         for child in children.values() if experts else ():
             linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
             known = set(_iterate_expert_numbers(child))
-            if child not in experts and (len(linears) == 1 or known):
-                yield from (linear for linear in linears if linear.out_features in numbers | known)
+            outputs = {number + extra for number in numbers | known for extra in (0, 1)}
+            is_router = child not in experts and (len(linears) == 1 or known)
+            if is_router and any(linear.out_features in outputs for linear in linears):
+                yield from linears
 
 
 def _is_expert_list(name: str, module: nn.Module) -> bool:
@@ -220,10 +250,9 @@ def _judge(shapes: Sequence[torch.Size], config: Float8Config) -> str | None:
     if not shapes:
         return "tensor parallelism by a style of torch's own"
     if any(size % _MULTIPLE or size == 0 for shape in shapes for size in shape):
-        of = " of shards" if len(shapes) > 1 else ""
-        return f"sizes{of} are not multiples of {_MULTIPLE}"
+        return _ODD_SHARDS if len(shapes) > 1 else _ODD
     if config.filter_small and _is_any_small(shapes, config.recipe):
-        return "small"
+        return _SMALL
     return None
 
 

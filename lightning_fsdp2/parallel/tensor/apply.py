@@ -24,6 +24,7 @@ from lightning_fsdp2.parallel.loss.cross_entropy import causal_lm_loss
 from lightning_fsdp2.parallel.tensor.checks import check_layouts, check_plans, warn_of_replicated
 from lightning_fsdp2.parallel.tensor.matching import MatchedModel, agree_on_tied, match_plan
 from lightning_fsdp2.parallel.tensor.parameters import (
+    REPLICATE,
     Layout,
     Slot,
     compute_with_local_parameters,
@@ -91,11 +92,7 @@ def apply_tensor_parallel(
     root = structure.root
     models = _match_plans(structure, plan)
     check_plans(models, mesh.size(), sequence_parallel=sequence_parallel)
-    layouts = dict.fromkeys(get_slots(structure.modules), Layout())
-    layouts |= dict.fromkeys(get_slots(get_shared_modules(structure.modules)), Layout(is_partial=True))
-    for model in models:
-        layouts |= model.get_layouts(mesh.size())
-    agree_on_tied(models, layouts)
+    layouts = _get_layouts(structure, models, mesh.size())
     check_layouts(root, models, layouts, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     # all checks have passed; the code below changes the model
     for model in models:
@@ -137,18 +134,29 @@ def get_shard_shapes(
         plan: See :func:`apply_tensor_parallel`.
 
     Returns:
-        For each module with an entry for its ``weight``, the shape on each rank. A module with one of torch's own
-        styles, which computes with DTensors, has no shapes.
+        For each module whose ``weight`` is sharded, the shape on each rank. A module with one of torch's own styles,
+        which computes with DTensors, has no shapes.
     """
+    models = _match_plans(structure, plan)
     shapes: dict[nn.Module, list[torch.Size]] = {}
-    for model in _match_plans(structure, plan):
-        for (module, name), layout in model.get_layouts(ranks).items():
-            if name == "weight":
-                whole = torch.empty_like(module.get_parameter(name), device="meta")
-                shapes[module] = [layout.get_shard(whole, rank, ranks).shape for rank in range(ranks)]
+    for (module, name), layout in _get_layouts(structure, models, ranks).items():
+        if name == "weight" and layout.placement != REPLICATE:
+            whole = torch.empty_like(module.get_parameter(name), device="meta")
+            shapes[module] = [layout.get_shard(whole, rank, ranks).shape for rank in range(ranks)]
+    for model in models:
         for name in model.foreign:
             shapes |= {module: [] for module in model.module.get_submodule(name).modules()}
     return shapes
+
+
+def _get_layouts(structure: ModelStructure, models: list[MatchedModel], ranks: int) -> dict[Slot, Layout]:
+    """Return the layout of every parameter. Entries that disagree about tied parameters are removed from ``models``."""
+    layouts = dict.fromkeys(get_slots(structure.modules), Layout())
+    layouts |= dict.fromkeys(get_slots(get_shared_modules(structure.modules)), Layout(is_partial=True))
+    for model in models:
+        layouts |= model.get_layouts(ranks)
+    agree_on_tied(models, layouts)
+    return layouts
 
 
 def _match_plans(structure: ModelStructure, plan: PlanOption) -> list[MatchedModel]:

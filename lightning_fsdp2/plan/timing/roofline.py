@@ -87,10 +87,12 @@ def get_seconds(operation: Operation, device: Device, *, as_reached: bool = Fals
     if operation.collective is not None:
         seconds = _get_collective_seconds(operation.collective, device)
         return seconds / device.rates.links if as_reached else seconds
-    rate, bandwidth = _get_peak(device, operation.dtype), device.memory_bandwidth
-    if as_reached:
-        rate, bandwidth = rate * _get_share(operation, device), bandwidth * device.rates.memory
-    return max(operation.flops / rate, operation.bytes / bandwidth)
+    bandwidth = device.memory_bandwidth * (device.rates.memory if as_reached else 1)
+    seconds = operation.bytes / bandwidth
+    if operation.flops:  # a cast from a dtype needs no peak for it
+        rate = _get_peak(device, operation.dtype) * (_get_share(operation, device) if as_reached else 1)
+        seconds = max(seconds, operation.flops / rate)
+    return seconds
 
 
 def _get_share(operation: Operation, device: Device) -> float:

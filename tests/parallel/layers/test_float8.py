@@ -2,6 +2,7 @@
 
 import copy
 import importlib.metadata
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -132,6 +133,19 @@ def test_no_token_has_no_gradient(recipe: str) -> None:
     assert not of_weight.any()
 
 
+def test_inputs_of_another_dtype_get_the_error_of_torch() -> None:
+    linear = make_layer("rowwise").bfloat16()
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        linear(torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize(("recipe", "rounds"), [("rowwise", True), ("rowwise_with_gw_hp", True), ("tensorwise", False)])
+def test_which_recipes_round_results_to_bfloat16(recipe: str, rounds: bool) -> None:
+    """Of what a layer computes in float32; this is torchao's doing, for its kernels."""
+    output, *_ = compute(make_layer(recipe, emulate=False, bias=False))
+    assert torch.equal(output, output.bfloat16().float()) == rounds
+
+
 def test_inputs_of_another_size_get_the_error_of_torch() -> None:
     """By which tensor parallelism recognises a plan that does not fit."""
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -203,12 +217,13 @@ def apply(model: nn.Module, **options: Any) -> Conversion:
 
 
 def test_all_linear_layers_but_the_head_are_converted() -> None:
-    conversion = apply(make_causal_lm(WIDE_LLAMA))
+    conversion = apply(make_causal_lm(WIDE_LLAMA), emulate=False)
     assert conversion.converted == LINEARS
     assert conversion.left_out == {"lm_head": "output head"}
     assert conversion.describe() == (
         "14 linear layers multiply in float8 (rowwise_with_gw_hp), but not lm_head (output head)."
     )
+    assert replace(conversion, is_emulated=True).describe().startswith("14 linear layers emulate float8 in float32 (")
 
 
 def test_skip_names_the_layers_that_are_left_out() -> None:
@@ -254,6 +269,16 @@ def test_routers_stay(family: str) -> None:
     assert len(routers) >= 2
     left_out = apply(model).left_out
     assert {left_out[name] for name in routers} == {"router"}
+
+
+def test_a_router_of_several_layers_stays_whole() -> None:
+    """It has an output more than there are experts, for tokens that go to none."""
+    config = {**WIDE_LLAMA, "model_type": "zaya", "num_experts": 15, "head_dim": 16, "router_hidden_size": 32}
+    conversion = apply(AutoModelForCausalLM.from_config(make_config(config)))
+    inside = {name: reason for name, reason in conversion.left_out.items() if ".gate." in name}
+    assert len(inside) >= 4
+    assert set(inside.values()) == {"router"}
+    assert not any(".gate." in name for name in conversion.converted)
 
 
 def test_routers_stay_under_expert_parallelism() -> None:
@@ -387,8 +412,18 @@ def test_small_layers_are_left_out_if_asked() -> None:
     ("model", "options", "message"),
     [
         (WIDE_LLAMA, {"skip": ["head"]}, r"float8\.skip: 'head' matches no linear layer of LlamaForCausalLM; use"),
-        (GPT2, {}, r"no linear layer of GPT2LMHeadModel can multiply in float8: 0 linear layers .* lm_head \(output"),
-        (WIDE_LLAMA, {"filter_small": True}, r"14 layers such as model\.layers\.0\.self_attn\.q_proj \(small\)"),
+        (
+            GPT2,
+            {},
+            r"no linear layer of GPT2LMHeadModel is left to multiply in float8\. Left out are lm_head \(output head\)\."
+            r" Use float8=None\.$",
+        ),
+        (
+            WIDE_LLAMA,
+            {"filter_small": True},
+            r"14 layers such as model\.layers\.0\.self_attn\.q_proj \(small\).* Use filter_small=False or float8=None",
+        ),
+        (WIDE_LLAMA, {"skip": ["model.layers.*.*.*", "lm_head"]}, r"Use a shorter skip or float8=None\.$"),
     ],
 )
 def test_what_converts_nothing_is_refused(model: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -453,6 +488,19 @@ def test_sizes_are_those_of_shards() -> None:
     }
 
 
+def test_a_tied_head_that_stays_whole_is_judged_by_its_whole_size() -> None:
+    """The plan shards the head and not the embedding, so neither is sharded: 112 rows, of which half are 56."""
+
+    def run() -> Conversion:
+        model = make_causal_lm({**WIDE_LLAMA, "vocab_size": 112, "tie_word_embeddings": True})
+        plan = {"lm_head": "colwise_gather_output", "model.embed_tokens": "replicate"}
+        return get_optional_conversion(
+            parallelize(model, tp_size=2, tp_plan=plan, float8=Float8Config(skip=[], emulate=True))
+        )
+
+    assert "lm_head" in run_ranks(run, 2)[0].converted
+
+
 def test_layers_with_a_style_of_torch_are_left_out() -> None:
     def run() -> Conversion:
         plan = {"model.layers.*.mlp.gate_proj": ColwiseParallel(use_local_output=False)}
@@ -498,6 +546,25 @@ def test_checkpointing_repeats_products_in_float8_as_it_does_others(mode: Any, r
     assert run_ranks(run, 1)[0] == 14 * 3 + repeated
 
 
+@pytest.mark.slow
+def test_compiled_layers_repeat_the_same_products(compile_without_code: None) -> None:
+    tokens = torch.randint(3, 101, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def run() -> int:
+        model = parallelize(
+            make_causal_lm({**WIDE_LLAMA, "num_hidden_layers": 1}),
+            float8=Float8Config(recipe="rowwise"),
+            activation_checkpointing="selective",
+            enable_compile=True,
+        )
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        with torch.profiler.profile() as profile:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        return next(event.count for event in profile.key_averages() if event.key == "aten::_scaled_mm")
+
+    assert run_ranks(run, 1) == [7 * 3 + 3]
+
+
 @pytest.mark.parametrize("mode", [False, pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tp_size": 2}], ids=["dp2", "tp2"])
 def test_compiled_layers_share_a_graph_and_have_the_same_gradients(
@@ -536,6 +603,32 @@ def test_rows_are_compiled_with_all_roundings(
         return given
 
     assert run_ranks(run, 1) == [[options, options]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "policy", "warns"),
+    [
+        ("rowwise", MixedPrecisionPolicy(), 1),
+        ("tensorwise", MixedPrecisionPolicy(), 0),
+        ("rowwise", MixedPrecisionPolicy(param_dtype=torch.bfloat16), 0),
+    ],
+)
+def test_rounding_below_the_compute_dtype_warns(
+    recipe: Any, policy: MixedPrecisionPolicy, warns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> int:
+        parallelize(make_causal_lm(WIDE_LLAMA), float8=Float8Config(recipe=recipe), mp_policy=policy)
+        return caplog.text.count("rounds the results of its products to bfloat16")
+
+    assert run_ranks(run, 2) == [warns, 0]
+
+
+def test_emulation_where_it_is_not_needed_warns(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> int:
+        parallelize(make_causal_lm(WIDE_LLAMA), float8=Float8Config(emulate=True))
+        return caplog.text.count("emulate=True, although the device cpu can multiply in float8")
+
+    assert run_ranks(run, 2) == [1, 0]
 
 
 @pytest.mark.parametrize(("emulate", "compiles", "warns"), [(False, False, 1), (False, True, 0), (True, False, 0)])

@@ -22,8 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from lightning_fsdp2 import Float8Config
 from lightning_fsdp2.modules.structure import find_structure
-from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
+from lightning_fsdp2.parallel.layers.float8 import apply_float8, choose_float8
+from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
+from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel, get_shard_shapes
 
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 
@@ -129,6 +132,24 @@ def test_a_plan_with_wrong_gradients_is_refused_in_the_first_forward(name: str, 
         apply_tensor_parallel(find_structure(model), make_mesh(), plan=plan, sequence_parallel=sequence_parallel)
         with pytest.raises(ValueError, match="tp_plan: .*" + message):
             model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_products_in_float8_hide_no_mistake(name: str) -> None:
+    build, plan, message = WRONG[name]
+
+    def run() -> None:
+        torch.manual_seed(0)
+        structure = find_structure(build())
+        config = Float8Config(recipe="tensorwise", emulate=True)
+        apply_float8(structure, choose_float8(structure, config, None, get_shard_shapes(structure, 2, plan)))
+        assert get_optional_conversion(structure.root).converted
+        apply_tensor_parallel(structure, make_mesh(), plan=plan)
+        with pytest.raises(ValueError, match="tp_plan: .*" + message):
+            structure.root(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
 
     run_ranks(run, 2)
 
