@@ -13,6 +13,7 @@ from lightning_fsdp2._refusals import REFUSALS, get_message, is_refusal
 from lightning_fsdp2.cli.commands import COMMANDS
 from lightning_fsdp2.cli.errors import has_refusal, wants_traceback
 from lightning_fsdp2.cli.parser import SUMMARIES, ArgumentParser
+from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
 from lightning_fsdp2.compat.argparse import get_option, get_subcommands, set_summaries
 from lightning_fsdp2.strategies.precision import ShardedPrecision
@@ -40,6 +41,7 @@ def main(args: ArgsType = None) -> None:
         SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong. With code 0 at
             the end of a command for checkpoints.
     """
+    leave_out_noise()
     # for shell completion, skip the docstrings of config fields: reading them takes minutes, and no help is shown
     arguments = args if isinstance(args, list) else sys.argv[1:]
     completes = any(argument.startswith("--print_completion") for argument in arguments)
