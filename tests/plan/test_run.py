@@ -133,6 +133,7 @@ def test_emulated_float8_is_planned_on_any_device_and_called_so() -> None:
     assert "float8 does not pay. emulate=False multiplies in float8." in note
 
 
+@pytest.mark.slow
 def test_this_machine_need_not_multiply_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError

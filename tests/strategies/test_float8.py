@@ -263,7 +263,10 @@ class Weights(pl.Callback):
             self.saved = whole(module.state_dict())
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [(True, True), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((True, False), (False, True)))],
+)
 def test_a_run_goes_on_bitwise_with_or_without_float8(writer: bool, reader: bool, tmp_path: Path) -> None:
     def run() -> None:
         torch.manual_seed(1)

@@ -166,10 +166,9 @@ def test_a_layer_keeps_its_class_hooks_mode_and_names() -> None:
     assert list(linear.state_dict()) == names
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "recipe", [recipe if recipe == "rowwise" else pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES]
-)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_compiled_layer_multiplies_in_float8(recipe: str) -> None:
     torch.compiler.reset()
     plain = nn.Sequential(make_layer(recipe, emulate=False, bias=False))
