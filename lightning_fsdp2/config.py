@@ -18,6 +18,9 @@ from torch.distributed import Backend
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_fsdp2._cli_types import register_cli_types
+from lightning_fsdp2._suggestions import suggest, with_suggestions
+
 __all__ = [
     "ActivationCheckpointing",
     "ActivationCheckpointingScope",
@@ -126,6 +129,7 @@ class _Flags:
                 raise TypeError(f"{flag.name}={value!r} must be a bool or None; use True, False or None.")
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class Float8Config(_Flags):
     """Options of linear layers that multiply in float8.
@@ -163,6 +167,7 @@ class Float8Config(_Flags):
             self._set("skip", list(self.skip))
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Config(_Flags):
     """Flags of :class:`~lightning_fsdp2.FSDP2Strategy`, which shards with torch's ``fully_shard``.
@@ -320,7 +325,7 @@ class FSDP2Config(_Flags):
             warnings.warn(
                 f"enable_async_tensor_parallel=True needs {' and '.join(f'{name}=True' for name in missing)}, which is "
                 "now turned on; set it in the config to avoid this warning.",
-                stacklevel=3,
+                stacklevel=4,
             )
             for name in missing:
                 self._set(name, True)
@@ -331,6 +336,7 @@ class FSDP2Config(_Flags):
         return self.pp_stages_per_rank or (2 if self.pp_schedule == "interleaved_1f1b" else 1)
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class MegatronFSDPConfig(_Flags):
     """Flags of :class:`~lightning_fsdp2.MegatronFSDPStrategy`, which shards with the ``megatron-fsdp`` package.
@@ -442,11 +448,12 @@ class MegatronFSDPConfig(_Flags):
             warnings.warn(
                 "megatron-fsdp no longer reads check_for_nan_in_grad=True; report_nan_in_param_grad=True, which does "
                 "the same, is turned on. Set report_nan_in_param_grad to avoid this warning.",
-                stacklevel=3,
+                stacklevel=4,
             )
             self._set("report_nan_in_param_grad", True)
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(_Flags):
     """Flags of :class:`~lightning_fsdp2.DDPStrategy`, which replicates with torch's ``DistributedDataParallel``.
@@ -535,6 +542,7 @@ def spell_alike(config: DistributedConfig) -> DistributedConfig:
     return replace(config, pp_stages_per_rank=config.stages_per_rank) if isinstance(config, FSDP2Config) else config
 
 
+@with_suggestions
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Flags):
     """Options for writing and reading checkpoints under a strategy.
@@ -809,10 +817,14 @@ def _policy_from_mapping(option: str, value: Mapping[str, Any], policy_class: An
         if key == "_target_":
             raise ValueError(f"{option} has the key '_target_'; leave it out and give only the policy's fields.")
         if key not in names:
-            raise ValueError(f"{option} has an unknown key {key!r}; use {_either(names)}.")
+            hint = suggest(str(key), names) or f"; use {_either(names)}."
+            raise ValueError(f"{option} has an unknown key {key!r}{hint}")
     return policy_class(**value)
 
 
 def _either(words: list[str] | tuple[str, ...]) -> str:
     *first, last = map(repr, words)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+register_cli_types(dtype_from_str)

@@ -17,10 +17,13 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 from torch._dynamo.utils import counters
 
-import lightning_fsdp2  # noqa: F401
+import lightning_fsdp2
 from lightning_fsdp2.parallel.layers.compile import apply_compile
 
 torch.set_num_threads(1)
+
+for _name in lightning_fsdp2.__all__:
+    getattr(lightning_fsdp2, _name)  # imports it
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,14 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 import lightning_fsdp2._cli_types
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2.config import CheckpointConfig, DDPConfig, Float8Config, FSDP2Config, MegatronFSDPConfig
+from lightning_fsdp2.config import (
+    CheckpointConfig,
+    DDPConfig,
+    Float8Config,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    dtype_from_str,
+)
 
 CONFIGS = {FSDP2Config: "FSDP2StandIn", MegatronFSDPConfig: "MegatronStandIn", DDPConfig: "DDPStandIn"}
 
@@ -216,8 +223,8 @@ def test_wrong_values_in_yaml(config_class, options, message, tmp_path):
 
 
 def test_registering_again_changes_nothing():
-    register_cli_types()
-    register_cli_types()
+    register_cli_types(dtype_from_str)
+    register_cli_types(dtype_from_str)
     parser = ArgumentParser()
     parser.add_argument("--dtype", type=torch.dtype)
     parsed = parser.parse_args(["--dtype=bf16"])
@@ -227,4 +234,4 @@ def test_registering_again_changes_nothing():
 
 def test_without_jsonargparse(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse.typing", None)
-    importlib.reload(lightning_fsdp2._cli_types).register_cli_types()
+    importlib.reload(lightning_fsdp2._cli_types).register_cli_types(dtype_from_str)

@@ -356,7 +356,8 @@ def test_error_names_option_value_rule_and_remedy(config_class, option, value, e
         ({"mp_policy": {"_target_": "x", "param_dtype": "bf16"}}, "mp_policy has the key '_target_'; leave it out"),
         ({"offload_policy": {"_target_": "x"}}, "offload_policy has the key '_target_'; leave it out"),
         ({"tp_plan": {"q": {"_target_": "x"}}}, "the key '_target_'; use class_path and init_args."),
-        ({"mp_policy": {"dtype": "bf16"}}, "mp_policy has an unknown key 'dtype'; use 'param_dtype', 'reduce_dtype',"),
+        ({"mp_policy": {"dtype": "bf16"}}, "mp_policy has an unknown key 'dtype'; did you mean 'param_dtype'?"),
+        ({"mp_policy": {"x": "bf16"}}, "mp_policy has an unknown key 'x'; use 'param_dtype', 'reduce_dtype',"),
         (
             {"backend": "nccl", "offload_policy": True},
             "backend='nccl' has no collectives for CPU tensors",

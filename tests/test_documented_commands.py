@@ -42,7 +42,7 @@ COMMANDS = {
     "lightning-fsdp2 plan --config run.yaml --world_size 64": RUN,
     "lightning-fsdp2 plan --config run.yaml --world_size 64 --search best.yaml": PARSED,
     "lightning-fsdp2 quickstart": WHEEL,
-    "lightning-fsdp2 --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-fsdp2": (
+    "lightning-fsdp2 --print_completion=bash > ~/.local/share/bash-completion/completions/lightning-fsdp2": (
         "tests/cli/test_cli.py::test_shell_completion"
     ),
     "lightning-fsdp2 fit --config configs/quickstart.yaml": QUICKSTART,

@@ -12,8 +12,9 @@ NAME = "lightning_fsdp2"
 PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
-    {"_moved", "_refusals", "labels", "compat", "config", "sizes"},
-    {"mesh", "_cli_types", "data", "schedulers"},
+    {"_cli_types", "_moved", "_refusals", "_registry", "_suggestions", "labels", "compat", "sizes"},
+    {"config"},
+    {"mesh", "data", "schedulers"},
     {"mesh_axes"},
     {"modules", "ranks"},
     {"weights"},

@@ -9,6 +9,6 @@
     lightning-fsdp2 verify checkpoints/last.ckpt
 """
 
-from lightning_fsdp2.cli.app import FSDP2CLI, main
+from lazy_loader import attach_stub
 
-__all__ = ["FSDP2CLI", "main"]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

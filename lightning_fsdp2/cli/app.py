@@ -1,6 +1,8 @@
-"""The program ``lightning-fsdp2`` with its commands."""
+"""Commands that read a config: :class:`FSDP2CLI`, which is LightningCLI with two more commands."""
 
+import re
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -9,21 +11,21 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_fsdp2._refusals import REFUSALS, get_message, is_refusal
-from lightning_fsdp2.cli.commands import COMMANDS
-from lightning_fsdp2.cli.errors import has_refusal, wants_traceback
-from lightning_fsdp2.cli.parser import SUMMARIES, ArgumentParser
+from lightning_fsdp2._refusals import get_message, get_message_of_cause, has_mistake, is_mistake
+from lightning_fsdp2._registry import STRATEGIES
+from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
+from lightning_fsdp2.cli.completion import build_completion
+from lightning_fsdp2.cli.errors import wants_traceback
+from lightning_fsdp2.cli.parser import PROGRAM, add_commands, run_command
 from lightning_fsdp2.cli.quiet import leave_out_noise
+from lightning_fsdp2.cli.run_parser import RunParser
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
 from lightning_fsdp2.compat.argparse import get_option, get_subcommands, set_summaries
 from lightning_fsdp2.strategies.precision import ShardedPrecision
-from lightning_fsdp2.strategies.registry import STRATEGIES
 
-__all__ = ["FSDP2CLI", "main"]
+__all__ = ["FSDP2CLI"]
 
-_DESCRIPTION = "Train any LightningModule with sharded weights, configured in YAML, and manage its checkpoints."
-
-_QUICKSTART = "Train a small model on this machine. Takes the options of `fit`."
+_COMPLETION = "--print_completion"
 
 _STRATEGY_HELP = (
     f"How the model is spread over the ranks: {', '.join(STRATEGIES)}, a strategy of Lightning, or a class path. Give"
@@ -31,22 +33,22 @@ _STRATEGY_HELP = (
 )
 
 
-def main(args: ArgsType = None) -> None:
-    """Run ``fit``, ``validate``, ``test``, ``predict``, ``describe``, ``quickstart`` or a command for checkpoints.
+def _print_completion(parser: Any, arguments: list[str]) -> None:
+    shell = " ".join(arguments).removeprefix(_COMPLETION).lstrip("= ").removeprefix("shtab-")
+    try:
+        sys.stdout.write(f"{build_completion(parser, shell)}\n")
+    except ValueError as error:
+        parser.error(str(error), error)
+    parser.exit(0)
 
-    Args:
-        args: Command line arguments without the program's name. None for the arguments of this process.
 
-    Raises:
-        SystemExit: With code 2 and one line on stderr if the configuration or the checkpoint is wrong. With code 0 at
-            the end of a command for checkpoints.
-    """
+def run(args: Sequence[str] | None) -> None:
+    """Parse the arguments, by default those of this process, and run their command."""
     leave_out_noise()
-    # for shell completion, skip the docstrings of config fields: reading them takes minutes, and no help is shown
-    arguments = args if isinstance(args, list) else sys.argv[1:]
-    completes = any(argument.startswith("--print_completion") for argument in arguments)
-    set_parsing_settings(docstring_parse_attribute_docstrings=not completes, add_print_completion_argument=True)
-    FSDP2CLI(args)
+    # reading the docstrings of config fields takes long, and only help and commented configs show them
+    shows_texts = any(re.search(r"^-h$|help\b|comments", argument) for argument in args or sys.argv)
+    set_parsing_settings(docstring_parse_attribute_docstrings=shows_texts)
+    FSDP2CLI(None if args is None else list(args))
 
 
 class FSDP2CLI(LightningCLI):
@@ -57,7 +59,7 @@ class FSDP2CLI(LightningCLI):
     update parameters that are no longer in the model.
 
     Args:
-        args: Command line arguments; see :func:`main`.
+        args: Command line arguments; see :func:`~lightning_fsdp2.cli.main`.
         run: Whether to run a subcommand; False only creates ``model``, ``datamodule`` and ``trainer``.
     """
 
@@ -67,13 +69,8 @@ class FSDP2CLI(LightningCLI):
         super().__init__(
             save_config_kwargs={"overwrite": True},
             trainer_class=CLITrainer,
-            parser_kwargs={
-                "prog": "lightning-fsdp2",
-                "usage": "lightning-fsdp2 COMMAND [--OPTION VALUE ...]",
-                "description": _DESCRIPTION,
-                **(commands if run else {}),
-            },
-            parser_class=ArgumentParser,
+            parser_kwargs={**PROGRAM, **(commands if run else {})},
+            parser_class=RunParser,
             auto_configure_optimizers=False,
             args=args,
             run=run,
@@ -93,12 +90,7 @@ class FSDP2CLI(LightningCLI):
             return
         subcommands = get_subcommands(self.parser)
         set_summaries(subcommands, SUMMARIES)
-        subcommands.add_subcommand("quickstart", ArgumentParser(description=_QUICKSTART), help=_QUICKSTART)
-        for name, command in COMMANDS.items():
-            summary = (command.__doc__ or "").partition("\n")[0].replace("``", "")
-            parser = ArgumentParser(description=summary)
-            parser.add_function_arguments(command, as_group=False, as_positional=True)
-            subcommands.add_subcommand(name, parser, help=summary)
+        add_commands(subcommands, RunParser)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """List the strategies in the help, and shorten the heading of each group of options to one line."""
@@ -108,18 +100,19 @@ class FSDP2CLI(LightningCLI):
         get_option(parser, "--trainer.strategy").help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments. If they name a command for checkpoints, run the command and exit."""
+        """Parse the arguments. If they ask for shell completion or a command for checkpoints, do that and exit."""
+        given = list(sys.argv[1:] if args is None else cast(Any, args))
+        if given and str(given[0]).startswith(_COMPLETION):
+            _print_completion(parser, [str(argument) for argument in given])
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
+        seed = (self.config if name is None else self.config[name]).get("seed_everything")
+        if type(seed) is int and not 0 <= seed < 1 << 32:
+            parser.error(f"seed_everything={seed} must be from 0 to {(1 << 32) - 1}.")
         if name in WITHOUT_RUN:
             self.config[name].seed_everything = False  # no random number is drawn
-        if name not in COMMANDS:
-            return
-        try:
-            COMMANDS[name](**self.config[name])
-        except (ValueError, OSError, RuntimeError) as error:
-            parser.error(str(error), error)
-        parser.exit(0)
+        if name in COMMANDS:
+            run_command(parser, name, self.config[name])
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing, so that the model keeps its configured arguments, whatever arguments the checkpoint holds.
@@ -130,10 +123,14 @@ class FSDP2CLI(LightningCLI):
         """
 
     def before_instantiate_classes(self) -> None:
-        """Refuse ``16-mixed`` for the strategies of this package.
+        """Refuse an empty ``ckpt_path``, and ``16-mixed`` for the strategies of this package.
 
         On a CPU, Lightning would replace this precision before a strategy could refuse it.
         """
+        if self._get(self.config, "ckpt_path") == "":
+            self._parser(self.subcommand).error(
+                "ckpt_path is empty, as if from a shell variable that is not set; give a checkpoint, or leave it out."
+            )
         strategy = self._get(self.config, "trainer.strategy")
         name = str(getattr(strategy, "class_path", strategy))
         is_ours = name.startswith("lightning_fsdp2.") or name in STRATEGIES
@@ -150,10 +147,10 @@ class FSDP2CLI(LightningCLI):
                 self._instantiate_without_run()
             else:
                 super().instantiate_classes()
-        except (*REFUSALS, RuntimeError) as error:  # Lightning raises RuntimeError for bad SLURM variables
-            if not has_refusal(error):  # a bug keeps its traceback
+        except Exception as error:
+            if not has_mistake(error):  # a bug keeps its traceback
                 raise
-            self._parser(self.subcommand).error(str(error), error)
+            self._parser(self.subcommand).error(get_message_of_cause(error), error)
 
     def _instantiate_without_run(self) -> None:
         """Create model, data and trainer for ``describe`` or ``plan``, which need no weights, files or devices."""
@@ -172,10 +169,10 @@ class FSDP2CLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run a subcommand. Print one line for an error that the user can fix, and a traceback for a bug."""
+        """Run a subcommand. Print one line for a mistake of the user, and a traceback for a bug."""
         try:
             super()._run_subcommand(subcommand)
-        except REFUSALS as error:
-            if wants_traceback() or not is_refusal(error):
+        except Exception as error:
+            if wants_traceback() or not is_mistake(error):
                 raise
             self._parser(subcommand).error(get_message(error), error)

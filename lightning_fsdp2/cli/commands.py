@@ -1,10 +1,24 @@
-"""Commands of ``lightning-fsdp2`` for checkpoints. The help of a command is its function's signature and docstring."""
+"""Summaries of the commands of ``lightning-fsdp2``, and its commands for checkpoints.
+
+The help of a command for checkpoints is its function's signature and docstring. The functions import torch, which takes
+seconds, only when they are called.
+"""
 
 import sys
 from collections.abc import Callable
 from typing import Literal
 
-from lightning_fsdp2.checkpoint import consolidate_checkpoint, verify_checkpoint
+SUMMARIES = {
+    "fit": "Train a model, validating it on the way.",
+    "validate": "Evaluate a model on the validation data.",
+    "test": "Evaluate a model on the test data.",
+    "predict": "Write what a model predicts for data.",
+    "describe": "Print mesh, units and each parameter's shard for a config, on any number of ranks, without training.",
+    "plan": "Compute memory, traffic and time of a config's step on any number of devices, without using them.",
+}
+"""One line about each command that reads a config."""
+
+QUICKSTART = "Train a small model on this machine. Takes the options of `fit`."
 
 
 def consolidate(
@@ -19,6 +33,8 @@ def consolidate(
         verify: Whether to check the data that is read against its checksums.
         trust_checkpoint: Whether the checkpoint may contain arbitrary objects, which can run code when loaded.
     """
+    from lightning_fsdp2.checkpoint import consolidate_checkpoint
+
     consolidate_checkpoint(
         path, output, with_optimizers=with_optimizers, verify=verify, trust_checkpoint=trust_checkpoint
     )
@@ -32,6 +48,8 @@ def verify(path: str, trust_checkpoint: bool = False) -> None:
         path: A directory or a single file.
         trust_checkpoint: Whether ``.metadata`` may contain arbitrary objects, which can run code when loaded.
     """
+    from lightning_fsdp2.checkpoint import verify_checkpoint
+
     for line in verify_checkpoint(path, trust_checkpoint=trust_checkpoint):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write(f"{path} is complete.\n")

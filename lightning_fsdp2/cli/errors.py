@@ -3,8 +3,6 @@
 import os
 import re
 
-from lightning_fsdp2._refusals import USER_ERRORS, is_refusal
-
 _HEADINGS = (
     "Does not validate against",
     "Subtypes: ",
@@ -33,19 +31,9 @@ def is_first_of_node() -> bool:
 
     Launchers number the processes of a node from 0. Without a launcher, there is only one process.
     """
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0) == 0
-
-
-def has_refusal(error: BaseException) -> bool:
-    """Return whether ``error``, or an original error that jsonargparse wrapped in it, is one that the user can fix.
-
-    jsonargparse turns any error in an ``__init__`` into a ValueError. A plain ValueError also counts as an error that
-    the user can fix, since a user's own class may raise one.
-    """
-    causes = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
-    return isinstance(causes[-1], USER_ERRORS) or any(map(is_refusal, causes))
+    launched = {"WORLD_SIZE", "SLURM_LOCALID"} & os.environ.keys()  # else LOCAL_RANK is left from something else
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    return not launched or rank == "0" or not rank.isdecimal()
 
 
 def summarize(message: str) -> str:
@@ -55,14 +43,14 @@ def summarize(message: str) -> str:
     about the member that the given value came closest to.
     """
     if "Does not validate against" not in message:
-        return " ".join(message.split())
+        return re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(message.split()))
     keys: dict[int, str] = {}
     reasons: list[str] = []
     deepest, option, value = -1, "", ""
     for line in message.splitlines():
         text = line.lstrip(" ").removeprefix("- ")
         depth = len(line) - len(text)
-        if key := re.fullmatch(r'Parser key "(.+)":', text):
+        if key := re.search(r'Parser key "([^"]+)":$', text):
             keys = {outer: name for outer, name in keys.items() if outer < depth} | {depth: key[1]}
         elif text.startswith("Given value: "):
             value = value or text.removeprefix("Given value: ")
@@ -72,8 +60,10 @@ def summarize(message: str) -> str:
                 deepest, reasons, value = depth, [], ""
             reasons.append(text)
     reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
+    numbers = {"Expected a <class 'float'>", "Expected a <class 'int'>"}
     if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
-        reasons = [f"{path!r} is not a class path" for path in paths]
+        kind = "number" if numbers.intersection(reasons) else "class path"
+        reasons = [f"{path!r} is not a {kind}" for path in paths]
     # if a value has the right type but the wrong content, it does not help to list the other expected types
     reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
     summary = ", or: ".join(dict.fromkeys(reasons))

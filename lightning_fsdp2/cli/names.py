@@ -1,23 +1,19 @@
 """Short names on the command line and in YAML, and suggestions for misspelt words."""
 
-import dataclasses
 import importlib
-import inspect
 import pkgutil
 import re
 import sys
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.metadata import packages_distributions
 from typing import Any
 
 import yaml
 from jsonargparse import get_loader
-from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_fsdp2._registry import STRATEGIES
+from lightning_fsdp2._suggestions import find_nearest, list_options
 from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
-from lightning_fsdp2.strategies.registry import STRATEGIES
 
 _FLAG = "--trainer.strategy"
 _HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")
@@ -85,12 +81,14 @@ def get_hint(message: str, options: Iterable[str]) -> str:
         message: Whole message of the parser.
         options: Names of the options that the command has.
     """
+    if re.match(r"(Parser key \")?trainer\.precision.*(fp8|float8)", message, re.DOTALL | re.IGNORECASE):
+        return "; for float8, use precision='bf16-mixed' and set trainer.strategy.config.float8=true"
     try:
         word, candidates = _find_unknown(message, options)
     except (ImportError, AttributeError, NameError, TypeError, ValueError):
         return ""  # the class cannot be inspected, so there is no hint
-    nearest = get_close_matches(word, candidates, n=1, cutoff=0.7)
-    return f"; did you mean {candidates[nearest[0]]!r}?" if nearest else ""
+    nearest = find_nearest(word, candidates, cutoff=0.65)
+    return f"; did you mean {candidates.get(nearest, nearest)!r}?" if nearest is not None else ""
 
 
 def _is_class_path(name: Any) -> bool:
@@ -140,8 +138,12 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
     if found := re.search(r"No module named '([\w.]+)'", message):
         return found[1], {name: name for name in _get_modules(found[1])}
     if found := re.search(r"(?:no strategy|dot import path string:) '?(\w+)", message):
-        names = [*STRATEGIES, *StrategyRegistry.available_strategies()]
-        return found[1], {name: name for name in names} | {name: f"lightning_fsdp2.{name}" for name in _get_classes()}
+        from lightning.pytorch.strategies import StrategyRegistry  # imported here, because it imports torch
+
+        own = {name: name for name in STRATEGIES} | {name: f"lightning_fsdp2.{name}" for name in _get_classes()}
+        if find_nearest(found[1], own, cutoff=0.65) is not None:  # although one of Lightning may be nearer
+            return found[1], own
+        return found[1], {name: name for name in StrategyRegistry.available_strategies()}
     if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
         return found[1], {name: name for name in re.findall(r"\w+", found[2])}
     if found := re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message):
@@ -154,21 +156,8 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
 
 
 def _get_options(class_path: str) -> dict[str, str]:
-    """Return a dict from each option of a class to the text to suggest for it.
-
-    The options are the arguments of the class, and the fields of its configs.
-    """
     module, _, name = class_path.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
-    options: dict[str, str] = {}
-    for base in inspect.getmro(found):
-        if "__init__" not in base.__dict__:
-            continue
-        options |= {name: name for name in inspect.signature(base.__dict__["__init__"]).parameters if name != "self"}
-    for name, hint in typing.get_type_hints(found.__init__).items():
-        for kind in filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))):
-            options = {field.name: f"{name}.{field.name}" for field in dataclasses.fields(kind)} | options
-    return options
+    return list_options(getattr(importlib.import_module(module), name))
 
 
 def _get_classes() -> list[str]:

@@ -15,13 +15,14 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+from lightning_fsdp2.cli.progress import show_progress
 from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.plan.plot import check_plot, draw_plan
 from lightning_fsdp2.plan.result import Plan
 from lightning_fsdp2.plan.run import get_notes_on_extras, plan_run, search_run
 from lightning_fsdp2.plan.sharding_table import write_tables
 from lightning_fsdp2.plan.simulation.sharding import describe
-from lightning_fsdp2.plan.table import show_progress, write_json, write_plan, write_search
+from lightning_fsdp2.plan.table import write_json, write_plan, write_search
 from lightning_fsdp2.plan.timing.devices import get_device
 from lightning_fsdp2.recipes.imports import import_class_from_path
 
@@ -84,7 +85,7 @@ class CLITrainer(Trainer):
         devices_per_node: int | None = None,
         product_tflops: float | None = None,
         attention_tflops: float | None = None,
-        ranks: list[int] | None = None,
+        ranks: list[int] | int | None = None,
         suggest: bool = True,
         search: str | None = None,
         search_seconds: float = 600,
@@ -110,8 +111,9 @@ class CLITrainer(Trainer):
                 number.
             attention_tflops: TFLOP/s that the forward of attention reaches in bfloat16 with 16,384 keys, heads of size
                 128 and no mask, for the estimate; None for the published number.
-            ranks: Ranks to plan. None for the first and the last, or only the first if all shards have the same size.
-                Of a pipeline, None is for the first rank of the first stage, of the last stage, and of one between.
+            ranks: Ranks to plan: a number, or a list of numbers. None for the first and the last, or only the first if
+                all shards have the same size. Of a pipeline, None is for the first rank of the first stage, of the last
+                stage, and of one between.
             suggest: Whether to also plan changes that would help, if the run does not fit in memory.
             search: YAML file to write with the layout that has the shortest steps. To train with this layout, pass
                 the file to the fit command as a second --config.
@@ -135,8 +137,9 @@ class CLITrainer(Trainer):
                 f"ranks={ranks} with search={search!r}: a search chooses the ranks itself; leave ranks out."
             )
         _check_files(search=search, json=json, plot=plot)
+        ranks = [ranks] if isinstance(ranks, int) else ranks
         options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
-        with show_progress() as on_progress, without_infos():
+        with show_progress("planning") as on_progress, without_infos():
             options |= {"processes": processes, "on_progress": on_progress}
             plan: Plan | None
             if search is None:
@@ -193,6 +196,8 @@ def set_world(config: Namespace, subcommand: str) -> None:
         )
     if config.world_size is None:
         config.world_size = devices * nodes
+    if config.world_size < 1:
+        raise ValueError(f"world_size={config.world_size} must be at least 1, the number of ranks.")
     if subcommand == "plan" and config.world_size == devices * nodes:
         config.devices_per_node = config.devices_per_node or devices
 

@@ -24,6 +24,11 @@ def get_option(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
     return parser._option_string_actions[name]
 
 
+def list_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of ``parser`` as they are spelled on the command line."""
+    return list(parser._option_string_actions)
+
+
 def list_names(parsers: Iterable[argparse.ArgumentParser]) -> set[str]:
     """Return the names under which ``parsers`` store the parsed values of their options."""
     return {action.dest for parser in parsers for action in parser._actions}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from lightning_fsdp2._suggestions import suggest
 from lightning_fsdp2.data.sources import get_bar_options
 from lightning_fsdp2.labels import IGNORE_INDEX
 
@@ -190,9 +190,8 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has no 'role'; write {{'role': 'user', 'content': …}}.")
     role = message["role"]
     if role not in ROLES:
-        near = difflib.get_close_matches(str(role), ROLES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(ROLES)}."
-        raise ValueError(f"{where} has the unknown role {role!r}; {hint}")
+        hint = suggest(str(role), ROLES) or f"; use one of {', '.join(ROLES)}."
+        raise ValueError(f"{where} has the unknown role {role!r}{hint}")
     # if rows come from a table, every message has all keys, and unused keys are None
     present = {key: value for key, value in message.items() if value is not None}
     if isinstance(present.get("content"), list):

@@ -9,10 +9,13 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
+
+from lightning_fsdp2._refusals import get_root_cause
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
@@ -205,10 +208,31 @@ def _load_files(
         rows = readers.from_text(_escape(text), sample_by="document", encoding_errors="replace", **options)
         parts.append(_drop_what_is_not_utf8(rows))
     if json_files:
-        parts.append(_select_text(readers.from_json(_escape(json_files), **options), text_column, json_files[0]))
+        rows = _read(partial(readers.from_json, **options), json_files)
+        parts.append(_select_text(rows, text_column, json_files[0]))
     if parquet:
-        parts.append(_select_text(readers.from_parquet(_escape(parquet), **options), text_column, parquet[0]))
+        rows = _read(partial(readers.from_parquet, **options), parquet)
+        parts.append(_select_text(rows, text_column, parquet[0]))
     return concatenate_datasets(parts)
+
+
+def _read(read: Callable[[list[str]], Any], files: list[str]) -> Any:
+    """Read files, and name the first that cannot be read.
+
+    Raises:
+        ValueError: When a file cannot be read.
+    """
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowException
+
+    try:
+        return read(_escape(files))
+    except (DatasetGenerationError, ArrowException, UnicodeDecodeError) as error:
+        for file in files if len(files) > 1 else ():
+            _read(read, [file])
+        raise ValueError(
+            f"{files[0]!r} cannot be read ({get_root_cause(error)}); repair the file, or leave it out."
+        ) from error
 
 
 def _escape(files: list[str]) -> list[str]:
@@ -397,7 +421,7 @@ def _read_list(file: str) -> Iterator[dict[str, str]]:
 
 
 def _read_table(file: str) -> Iterator[dict[str, str]]:
-    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+    from pyarrow.parquet import ParquetFile
 
     rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
     for number, row in enumerate(rows):

@@ -7,12 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fsdp2._suggestions import suggest
 from lightning_fsdp2.compat.transformers import build_from_config
 from lightning_fsdp2.modules.structure import get_float32_buffers
 from lightning_fsdp2.weights.pretrained import get_weight_files, load_pretrained, set_pretrained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""Fields of configs that are at least 1, if a model type has them."""
 
 
 def from_pretrained(
@@ -105,18 +117,27 @@ def build_model(
     model_class = _get_class(auto_class)
     _check_config_is_of(model_class, config)
     build = getattr(model_class, "from_config", None) or partial(build_from_config, model_class)
-    with torch.device("meta" if on_meta else torch.get_default_device()):
-        return build(config, **options).train()
+    try:
+        with torch.device("meta" if on_meta else torch.get_default_device()):
+            return build(config, **options).train()
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"model_type={config.model_type!r} has no model of the class {auto_class}; use the class of this"
+            " architecture with `lightning_fsdp2.models.from_pretrained`, or another architecture."
+        ) from None  # its message lists hundreds of classes
 
 
 def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
     """Build a config from a mapping with ``model_type``, or load it from a directory or the Hub.
 
     Raises:
-        ValueError: When the mapping has no ``model_type`` or has unknown fields, or when the directory or hub id has no
-            config.
+        ValueError: When the mapping has unknown fields or no known ``model_type``, or when the directory or hub id has
+            no config.
     """
-    from transformers import AutoConfig
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if isinstance(source, str):
         try:
@@ -132,6 +153,13 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
         raise ValueError(
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
+    if model_type not in CONFIG_MAPPING:
+        hint = suggest(model_type, CONFIG_MAPPING) or "; check its spelling."
+        raise ValueError(
+            f"CausalLM(config=...): model_type={model_type!r} is no architecture of transformers"
+            f" {transformers.__version__}{hint}"
+        )
+    _check_sizes(fields)
     config = AutoConfig.for_model(model_type, **fields)
     # skip complete configs, such as those in checkpoints, because other tools may have added fields to them
     if "transformers_version" not in fields:
@@ -229,6 +257,19 @@ def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
         )
 
 
+def _check_sizes(fields: Mapping[str, Any]) -> None:
+    """Raise an error for sizes with which transformers would fail later, or build a model without layers."""
+    for name in _SIZES:
+        size = fields.get(name)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"CausalLM(config=...): {name}={size} must be at least 1.")
+    heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ValueError(
+            f"CausalLM(config=...): num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}."
+        )
+
+
 def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
     """Raise an error for unknown fields, which transformers would silently ignore when it builds the model."""
     from transformers import AutoConfig
@@ -243,7 +284,8 @@ def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str,
         without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
         # Accept the old name of a renamed field: it changes the field with the new name, while a typo changes nothing.
         if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
+            fields_of_class = ", ".join(sorted(known.to_dict()))
             raise ValueError(
-                f"CausalLM(config=...): {type(known).__name__} has no {name!r}; check the spelling. Its fields are"
-                f" {', '.join(sorted(known.to_dict()))}."
+                f"CausalLM(config=...): {type(known).__name__} has no {name!r}"
+                f"{suggest(name, known.to_dict(), cutoff=0.75) or f'; its fields are {fields_of_class}.'}"
             )

@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Set
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_fsdp2._suggestions import find_nearest
 from lightning_fsdp2.models.trial import try_config
 from lightning_fsdp2.modules.structure import get_class, get_class_name
 
@@ -83,9 +83,9 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
     """
     arguments = inspect.signature(get_class(model).forward).parameters
     for name in names - arguments.keys() - _OF_TOKENIZERS:
-        if nearest := get_close_matches(name, arguments.keys() - names, n=1, cutoff=0.8):
+        if (nearest := find_nearest(name, arguments.keys() - names, cutoff=0.8)) is not None:
             raise ValueError(
-                f"The batch has {name!r}, which {get_class_name(model)} would ignore. Rename it to {nearest[0]!r},"
+                f"The batch has {name!r}, which {get_class_name(model)} would ignore. Rename it to {nearest!r},"
                 " which the batch lacks, or leave it out of the batch."
             )
 

@@ -4,12 +4,12 @@ import copy
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fsdp2._suggestions import suggest
 from lightning_fsdp2.modules.structure import get_class_name
 from lightning_fsdp2.weights.adapters import INSTALL
 from lightning_fsdp2.weights.pretrained import get_folder_fingerprint
@@ -154,9 +154,8 @@ def _check_fields(fields: Mapping[str, Any], source: str, notes: Collection[str]
         if name in _FIELDS or name in notes:
             continue
         if not hasattr(default, name):
-            near = get_close_matches(name, _FIELDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_FIELDS)}."
-            raise ValueError(f"{source}: peft's LoraConfig has no {name!r}; {hint}")
+            hint = suggest(name, _FIELDS) or f"; it has {', '.join(_FIELDS)}."
+            raise ValueError(f"{source}: peft's LoraConfig has no {name!r}{hint}")
         other = getattr(default, name)
         fixed, reason = _FIXED.get(name, (other, f"is not supported here; use only {', '.join(_FIELDS)}"))
         if value not in (fixed, other):
@@ -180,6 +179,5 @@ def _check_modules(model: "PreTrainedModel", config: "LoraConfig", folder: Path 
         for target in () if isinstance(wanted, str) else sorted(wanted):
             if any(name == target or name.endswith(f".{target}") for name in names):
                 continue
-            near = get_close_matches(target, ends, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(ends)}."
-            raise ValueError(f"{source}: {option} has {target!r}, which {get_class_name(model)} lacks; {hint}")
+            hint = suggest(target, ends) or f"; it has {', '.join(ends)}."
+            raise ValueError(f"{source}: {option} has {target!r}, which {get_class_name(model)} lacks{hint}")

@@ -2,14 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import Progress
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -274,11 +271,3 @@ def write_json(plan: Plan, path: str) -> None:
         sys.stdout.write(text)
     else:
         Path(path).write_text(text)
-
-
-@contextmanager
-def show_progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr if stderr is a terminal, and yield a function that updates it."""
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("planning", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

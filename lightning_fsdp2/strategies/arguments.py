@@ -1,27 +1,44 @@
-"""Checks of the constructor arguments that all strategies have in common."""
+"""Constructor arguments that all strategies have in common."""
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
+T = TypeVar("T")
 
 
-def check_arguments(strategy: str, config_class: type[DistributedConfig], **arguments: Any) -> None:
-    """Refuse strategy arguments of the wrong type, such as a dict for the config, and timeouts that are not positive.
+def read_options(strategy: str, option: str, value: Any, kind: type[T]) -> T:
+    """Return a strategy's argument as an instance of ``kind``.
 
     Args:
         strategy: Name of the strategy, for error messages.
-        config_class: Class of the strategy's config.
-        arguments: The arguments ``config`` and ``checkpoint``, and the timeouts.
+        option: Name of the argument, for error messages.
+        value: An instance of ``kind``, a mapping of its fields as in YAML, or None for the defaults.
+        kind: Class of the options.
 
     Raises:
-        TypeError: When an argument has the wrong type.
+        TypeError: When ``value`` is something else, or has a field that ``kind`` lacks.
+    """
+    if isinstance(value, Mapping):
+        return kind(**value)
+    value = kind() if value is None else value
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{strategy}({option}={value!r}) must be a {kind.__name__} or a mapping of its fields; pass"
+            f" {kind.__name__}(...)."
+        )
+    return value
+
+
+def check_timeouts(strategy: str, **timeouts: Any) -> None:
+    """Refuse timeouts of the wrong type, or that are not positive. Only ``steady_timeout`` may be None.
+
+    Raises:
+        TypeError: When a timeout is no timedelta.
         ValueError: When a timeout is not positive.
     """
-    kinds = {"config": config_class, "checkpoint": CheckpointConfig}
-    for name, value in arguments.items():
-        kind = kinds.get(name, timedelta)
-        if not isinstance(value, kind) and (value is not None or name in ("timeout", "rendezvous_timeout")):
-            raise TypeError(f"{strategy}({name}={value!r}) must be a {kind.__name__}; pass {kind.__name__}(...).")
-        if isinstance(value, timedelta) and value <= timedelta(0):
+    for name, value in timeouts.items():
+        if not isinstance(value, timedelta) and not (value is None and name == "steady_timeout"):
+            raise TypeError(f"{strategy}({name}={value!r}) must be a timedelta; pass timedelta(...).")
+        if value is not None and value <= timedelta(0):
             raise ValueError(f"{strategy}({name}={str(value)!r}) must be longer than 0.")

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp2._suggestions import with_suggestions
 from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.compat.lightning import DDPForwardRedirection
 from lightning_fsdp2.config import CheckpointConfig, DDPConfig
@@ -23,7 +24,7 @@ from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.parallel.data.ddp import Replica
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_arguments
+from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parts.step_region import OUTSIDE_CALL_TIMEOUT
 from lightning_fsdp2.strategies.precision import choose_autocast
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
+@with_suggestions
 class DDPStrategy(MeshStrategy[DDPManager]):
     """Strategy that trains a LightningModule with torch's ``DistributedDataParallel``: every rank holds all weights.
 
@@ -52,7 +54,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument has the wrong type, such as a dict for the config.
+        TypeError: When an argument is unknown or has the wrong type.
 
     Example::
 
@@ -76,8 +78,10 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         steady_timeout: timedelta | None = None,
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
-        check_arguments(type(self).__name__, DDPConfig, config=config, checkpoint=checkpoint, **timeouts)
-        super().__init__(sizes=ParallelSizes(), config=config or DDPConfig(), checkpoint=checkpoint, **timeouts)
+        check_timeouts(type(self).__name__, **timeouts)
+        config = read_options(type(self).__name__, "config", config, DDPConfig)
+        checkpoint = read_options(type(self).__name__, "checkpoint", checkpoint, CheckpointConfig)
+        super().__init__(sizes=ParallelSizes(), config=config, checkpoint=checkpoint, **timeouts)
         self._forward_redirection = DDPForwardRedirection()
         self._replica: Replica | None = None
         self._has_stepped = self._has_backward = False

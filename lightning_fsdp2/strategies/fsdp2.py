@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp2._suggestions import with_suggestions
 from lightning_fsdp2.compat.fsdp import initialize_root
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
@@ -29,7 +30,7 @@ from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferr
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_arguments
+from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import get_differences, tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@with_suggestions
 class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     """Strategy that shards a LightningModule over a device mesh with PyTorch's FSDP2. The module needs no FSDP2 code.
 
@@ -72,7 +74,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
 
     Raises:
-        TypeError: When an argument has the wrong type, such as a dict for the config.
+        TypeError: When an argument is unknown or has the wrong type.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
@@ -100,8 +102,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         steady_timeout: timedelta | None = None,
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
-        check_arguments(type(self).__name__, FSDP2Config, config=config, checkpoint=checkpoint, **timeouts)
-        config = config or FSDP2Config()
+        check_timeouts(type(self).__name__, **timeouts)
+        config = read_options(type(self).__name__, "config", config, FSDP2Config)
+        checkpoint = read_options(type(self).__name__, "checkpoint", checkpoint, CheckpointConfig)
         sizes = ParallelSizes(
             dp_size=dp_size,
             dp_replicate_size=dp_replicate_size,

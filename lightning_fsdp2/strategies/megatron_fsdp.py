@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp2._suggestions import with_suggestions
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
@@ -19,7 +20,7 @@ from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_arguments
+from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
+@with_suggestions
 class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     """Strategy that shards a LightningModule with NVIDIA's Megatron-FSDP.
 
@@ -54,7 +56,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
-        TypeError: When an argument has the wrong type, such as a dict for the config.
+        TypeError: When an argument is unknown or has the wrong type.
         ValueError: When sizes or flags are not supported, or contradict each other.
 
     Example::
@@ -85,10 +87,11 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         steady_timeout: timedelta | None = None,
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
-        check_arguments(type(self).__name__, MegatronFSDPConfig, config=config, checkpoint=checkpoint, **timeouts)
+        check_timeouts(type(self).__name__, **timeouts)
+        config = read_options(type(self).__name__, "config", config, MegatronFSDPConfig)
+        checkpoint = read_options(type(self).__name__, "checkpoint", checkpoint, CheckpointConfig)
         import_megatron_fsdp()
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
-        config = config or MegatronFSDPConfig()
         super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
         self.averages_gradients = not config.calculate_per_token_loss
 

@@ -141,12 +141,21 @@ def get_compute_dtype(config: Any, precision: Precision) -> torch.dtype:
     return getattr(config, "autocast_dtype", None) or getattr(policy, "param_dtype", None) or default
 
 
-def check_clipping(trainer: Trainer) -> None:
-    """Refuse a ``gradient_clip_val`` that Lightning would silently ignore, or that would make all gradients NaN.
+def check_optimization(trainer: Trainer) -> None:
+    """Refuse options that Lightning takes, but that no run can have.
 
     Raises:
-        ValueError: When the Trainer's ``gradient_clip_val`` is negative or NaN.
+        ValueError: When ``gradient_clip_val`` is negative or NaN, which would be ignored or make all gradients NaN,
+            when ``accumulate_grad_batches`` is less than 1, or when validation is to run every 0 steps or epochs.
     """
+    if trainer.accumulate_grad_batches < 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) must be at least 1, which is one batch"
+            " per optimizer step."
+        )
+    for name in ("val_check_interval", "check_val_every_n_epoch"):
+        if getattr(trainer, name, None) == 0:
+            raise ValueError(f"Trainer({name}=0) must be more than 0; use limit_val_batches=0 for no validation.")
     bound = trainer.gradient_clip_val
     if bound is not None and not bound >= 0:
         raise ValueError(f"Trainer(gradient_clip_val={bound!r}) must be at least 0; leave it out for no clipping.")

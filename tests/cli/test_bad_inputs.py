@@ -1,4 +1,4 @@
-"""A hundred mistakes that people make: each ends soon, says what is wrong, and leaves no process.
+"""A hundred mistakes that people make: each ends soon in one line with code 2, and leaves no process.
 
 Each case runs the real command line in a forked process of its own; ten run as real processes besides, since a fork
 says nothing of launchers and exit handlers.
@@ -257,7 +257,7 @@ CASES = {
     # ---------------------------------------------------------------- the model
     "model_type that is none": model({**SMALL, "model_type": "lama"}, "lama", "config"),
     "no model_type": model({"hidden_size": 32}, "model_type", "config"),
-    "hidden_size=0": model({**SMALL, "hidden_size": 0}, "ZeroDivisionError", "config"),
+    "hidden_size=0": model({**SMALL, "hidden_size": 0}, "hidden_size=0", "config"),
     "heads that do not divide": model({**SMALL, "num_attention_heads": 3}, "3", "config"),
     "field of the config that is none": model({**SMALL, "hiden_size": 3}, "hiden_size", "config"),
     "bert": model({"model_type": "bert", "vocab_size": 300}, ("bert", "causal"), "config"),
@@ -322,7 +322,7 @@ CASES = {
     "empty config": Case("config", command=("fit", "--config", "empty.yaml"), prepare=file("empty.yaml", "")),
     "config that is a list": Case("config", command=("fit", "--config", "list.yaml"), prepare=file("list.yaml", "- a")),
     "binary config": Case(
-        "utf-8", command=("fit", "--config", "bin.yaml"), prepare=file("bin.yaml", bytes(range(256)))
+        ("bin.yaml", "utf-8"), command=("fit", "--config", "bin.yaml"), prepare=file("bin.yaml", bytes(range(256)))
     ),
     "key twice": Case(
         ("twice", "max_steps", "line"), prepare=change_config("trainer:\n", "trainer:\n  max_steps: 9\n")
@@ -505,14 +505,17 @@ def end_group(session: int | None) -> list[str]:
 
 
 def check(name: str, result: tuple[int | None, str, list[str]]) -> None:
-    """Fail if the mistake was passed over, hung, left a process, or ended without the words."""
+    """Fail if the mistake was passed over, hung, left a process, or did not end in one line with the words."""
     code, output, left = result
     assert code is not None, f"it hung:\n{output[-3000:]}"
     assert not left, f"processes {left} were left:\n{output[-3000:]}"
     assert code != 0, f"nobody noticed:\n{output[-3000:]}"
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert (code, len(lines)) == (2, 1), f"it is not one line with code 2, but code {code}:\n{output[-3000:]}"
+    assert "Traceback" not in output
     says = CASES[name].says
     for words in (says,) if isinstance(says, str) else says:
-        assert words.lower() in output.lower(), f"not a word of {words!r}:\n{output[-3000:]}"
+        assert words.lower() in lines[0].lower(), f"not a word of {words!r}:\n{lines[0]}"
 
 
 def get_args(name: str) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def test_objects_need_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["verify"], "the following arguments are required: verify.path"),
         (["verify", "absent", "--nothing=1"], "unrecognized arguments: --nothing=1"),
         (["consolidate", "absent", "x"], "There is no checkpoint 'absent'."),
-        (["nothing"], "invalid choice: 'nothing'"),
+        (["nothing"], "there is no command 'nothing'; use one of 'fit', "),
     ],
 )
 def test_errors_are_one_line(args: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,9 +105,13 @@ def _find_modules(names: Iterable[str]) -> Iterator[Path]:
 
 @cache
 def _find_exports(init: Path) -> dict[str, str]:
-    """Return where each name of a package's ``__init__.py`` comes from, as a dotted name."""
-    imports = [node for node in ast.walk(ast.parse(init.read_text())) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    """Return where each name of a package's ``__init__.py`` or of its stub comes from, as a dotted name."""
+    files = [file for file in (init, init.with_suffix(".pyi")) if file.is_file()]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    package = f"{init.parent.relative_to(ROOT)}.".replace("/", ".")
+    homes = {node: f"{package if node.level else ''}{node.module}" for node in imports}
+    return {alias.name: f"{home}.{alias.name}" for node, home in homes.items() for alias in node.names}
 
 
 def _is_path(text: str) -> bool:

@@ -1192,11 +1192,29 @@ def test_bind_device_id_is_refused_where_there_is_nothing_to_bind_to(kind: Kind)
 def test_arguments_of_a_wrong_type_are_refused_by_name(kind: Kind) -> None:
     name = kind.strategy.__name__
     with pytest.raises(TypeError, match=rf"{name}\(config=.* must be a {kind.config.__name__}"):
-        kind.strategy(config={"backend": "gloo"})
+        kind.strategy(config="gloo")
     with pytest.raises(TypeError, match=rf"{name}\(checkpoint=.* must be a CheckpointConfig"):
-        kind.strategy(checkpoint={"format": "full"})
+        kind.strategy(checkpoint="full")
     with pytest.raises(TypeError, match=rf"{name}\(timeout=60\) must be a timedelta"):
         kind.strategy(timeout=60)
+
+
+def test_mappings_stand_for_configs_as_in_yaml(kind: Kind) -> None:
+    strategy = kind.strategy(config={"backend": "gloo"}, checkpoint={"format": "full"})
+    assert strategy.config == kind.config(backend="gloo")
+    assert strategy.checkpoint_config == CheckpointConfig(format="full")
+    with pytest.raises(TypeError, match=rf"^{kind.config.__name__} has no option 'backnd'; did you mean 'backend'\?$"):
+        kind.strategy(config={"backnd": "gloo"})
+
+
+def test_an_unknown_argument_gets_a_suggestion(kind: Kind) -> None:
+    name = kind.strategy.__name__
+    with pytest.raises(TypeError, match=rf"^{name} has no option 'timout'; did you mean 'timeout'\?$"):
+        kind.strategy(timout=60)
+    with pytest.raises(
+        TypeError, match=rf"^{name} has no option 'autocast_dtype'; did you mean 'config\.autocast_dtype'"
+    ):
+        kind.strategy(autocast_dtype="bf16")
 
 
 @pytest.mark.parametrize(("precision", "remedy"), [("16-true", "bf16-true"), ("64-true", "32-true")])

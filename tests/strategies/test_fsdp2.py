@@ -692,8 +692,8 @@ def test_sizes_that_do_not_divide_the_world_are_refused_before_a_process_group_e
 
 
 def test_arguments_of_a_wrong_type_are_refused_by_name() -> None:
-    for name, value in (("config", {}), ("config", DDPConfig()), ("checkpoint", {}), ("timeout", 60)):
-        with pytest.raises(TypeError, match=rf"^FSDP2Strategy\({name}=.* must be a \w+; pass"):
+    for name, value in (("config", "x"), ("config", DDPConfig()), ("checkpoint", [1]), ("timeout", 60)):
+        with pytest.raises(TypeError, match=rf"^FSDP2Strategy\({name}=.* must be a \w+.*; pass"):
             FSDP2Strategy(**{name: value})
 
 

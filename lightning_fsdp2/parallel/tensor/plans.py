@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from lightning_fsdp2.modules.structure import ModelParts
+from lightning_fsdp2.parallel.tensor.draft import draft_plan
 from lightning_fsdp2.parallel.tensor.families import (
     CORRECTIONS,
     DEEPSTACK,
@@ -189,10 +190,12 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
     # Ignore the entry for the output head, which transformers gives to every class with a head. A plan with only this
     # entry would shard no layers.
     if not set(own) - names:
+        draft = draft_plan(model)
+        example = draft or {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+        source = ", a draft from the shapes of its layers" if draft else ""
         raise NoPlanError(
             f"{type(model).__name__} has no tensor parallel plan. Give a plan that maps module names to styles in the"
-            " config, as tp_plan={...}, such as {'model.layers.*.self_attn.q_proj': 'colwise',"
-            " 'model.layers.*.self_attn.o_proj': 'rowwise'}. Or register a plan for the class with"
+            f" config, as tp_plan={{...}}, such as {example}{source}. Or register a plan for the class with"
             " lightning_fsdp2.parallel.tensor.plans.register_tp_plan; for a helper model that should stay whole on"
             " every rank, register an empty plan. Or use tp_size=1."
         )

@@ -40,12 +40,14 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
         nodes: Number of nodes.
 
     Raises:
-        ValueError: When the launcher has started a different number of processes than the Trainer asks for, or when a
-            notebook would have to start processes.
+        ValueError: When the launcher has started a different number of processes than the Trainer asks for, when a
+            notebook would have to start processes, or when ``MASTER_PORT`` is not a port.
     """
+    _check_port()
     if environment.creates_processes_externally:
         environment.validate_settings(num_devices=devices, num_nodes=nodes)
         _check_tasks_of_slurm(environment, devices, nodes)
+        _check_local_rank(environment, devices)
         if isinstance(environment, TorchElasticEnvironment) and _USES_AGENT_STORE in os.environ:
             end_with_parent(os.getppid())
         return None
@@ -84,6 +86,21 @@ def check_variables(environment: ClusterEnvironment | None, devices: int, nodes:
                 f" LOCAL_RANK={local}). Another launcher or an earlier run has probably set {name}: unset it, or start"
                 " the run with torchrun, which sets all of these variables."
             )
+
+
+def _check_port() -> None:
+    port = os.environ.get("MASTER_PORT")
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"MASTER_PORT={port!r} is not a port; set it to a number from 1 to 65535, or unset it.")
+
+
+def _check_local_rank(environment: ClusterEnvironment, devices: int) -> None:
+    rank = environment.local_rank()
+    if not 0 <= rank < devices:
+        raise ValueError(
+            f"LOCAL_RANK={rank} is out of range for Trainer(devices={devices}), whose ranks on a node are 0 to"
+            f" {devices - 1}. Set devices to the number of processes on a node, or unset LOCAL_RANK."
+        )
 
 
 def _check_tasks_of_slurm(environment: ClusterEnvironment, devices: int, nodes: int) -> None:

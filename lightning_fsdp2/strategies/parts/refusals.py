@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.compat.lightning import logs_graph
-from lightning_fsdp2.strategies.precision import check_clipping
+from lightning_fsdp2.strategies.precision import check_optimization
 
 CALLBACKS_OF_WHOLE_WEIGHTS: dict[type[Callback], str] = dict.fromkeys(
     (WeightAveraging, StochasticWeightAveraging, ModelPruning),
@@ -41,7 +41,7 @@ def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *,
         ValueError: When an option cannot be honoured. The message names the first such option.
     """
     refuse_callbacks(trainer, callbacks)
-    check_clipping(trainer)
+    check_optimization(trainer)
     if not traces_module and trainer.lightning_module.example_input_array is not None:
         refuse_graphs(trainer)
 

@@ -1,0 +1,118 @@
+"""Suggestions for misspelt names, and for the names that other software gives to the same options."""
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=type)
+
+_ELSEWHERE = {
+    # Lightning's ModelParallelStrategy and FSDPStrategy
+    "data_parallel_size": "dp_size",
+    "tensor_parallel_size": "tp_size",
+    "cpu_offload": "offload_policy",
+    "mixed_precision": "mp_policy",
+    "activation_checkpointing_policy": "activation_checkpointing",
+    "process_group_backend": "backend",
+    "state_dict_type": "format",
+    "save_distributed_checkpoint": "format",
+    # accelerate's ParallelismConfig and FullyShardedDataParallelPlugin
+    "dp_shard_size": "dp_size",
+    "mixed_precision_policy": "mp_policy",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_offload_params": "offload_policy",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_state_dict_type": "format",
+    # Hugging Face's Trainer
+    "gradient_checkpointing": "activation_checkpointing",
+    "torch_compile": "enable_compile",
+    # torchtitan's job config
+    "data_parallel_shard_degree": "dp_size",
+    "data_parallel_replicate_degree": "dp_replicate_size",
+    "tensor_parallel_degree": "tp_size",
+    "context_parallel_degree": "cp_size",
+    "expert_parallel_degree": "ep_size",
+    "pipeline_parallel_degree": "pp_size",
+    "pipeline_parallel_schedule": "pp_schedule",
+    "pipeline_parallel_layers_per_stage": "pp_layers_per_stage",
+    "fsdp_reshard_after_forward_policy": "reshard_after_forward",
+    # Megatron, NeMo and NeMo Automodel
+    "tensor_model_parallel_size": "tp_size",
+    "pipeline_model_parallel_size": "pp_size",
+    "context_parallel_size": "cp_size",
+    "expert_parallel_size": "ep_size",
+    "expert_model_parallel_size": "ep_size",
+    "pipeline_parallel_size": "pp_size",
+    "data_parallel_replicate_size": "dp_replicate_size",
+    "custom_tp_plan": "tp_plan",
+    "fp8": "float8",
+    # arguments of the optimizer and of the scheduler, which are options of their own here
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup_steps": "lr_scheduler.warmup_steps",
+}
+"""Names of options in other software, each with the name of the option that does the same here."""
+
+
+def find_nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the one of ``words`` that ``word`` was probably meant to be, or None.
+
+    Args:
+        word: Unknown word. If it has dots, only its last part is compared, with the words that begin like it.
+        words: Known words. Of the words with dots, the part after the last dot is compared too.
+        cutoff: Least similarity, from 0 to 1; see :func:`difflib.get_close_matches`.
+    """
+    section, _, name = word.rpartition(".")
+    prefix = f"{section}." if section else ""
+    known = {other.removeprefix(prefix): other for other in words if other.startswith(prefix)}
+    ends = {other.rpartition(".")[2]: known[other] for other in reversed(known)} | known
+    here = _ELSEWHERE.get(name, "")
+    if here.partition(".")[0] in ends:
+        return ends.get(here, prefix + here)
+    nearest = get_close_matches(name, ends, n=1, cutoff=cutoff)
+    return ends[nearest[0]] if nearest else None
+
+
+def suggest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return ``; did you mean 'NAME'?`` with the nearest of ``words``, or an empty string; see :func:`find_nearest`."""
+    nearest = find_nearest(word, words, cutoff=cutoff)
+    return f"; did you mean {nearest!r}?" if nearest is not None else ""
+
+
+def list_options(component: Any) -> dict[str, str]:
+    """Return a dict from each option of a class to the text to suggest for it.
+
+    The options are the arguments of the class and, after these, the fields of its configs, such as
+    ``{"sequence_parallel": "config.sequence_parallel"}``.
+    """
+    options: dict[str, str] = {}
+    for base in inspect.getmro(component):
+        if "__init__" not in base.__dict__:
+            continue
+        options |= {name: name for name in inspect.signature(base.__dict__["__init__"]).parameters if name != "self"}
+    for name, hint in typing.get_type_hints(component.__init__).items():
+        for kind in filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))):
+            options = {field.name: f"{name}.{field.name}" for field in dataclasses.fields(kind)} | options
+    return options
+
+
+def with_suggestions(component: T) -> T:
+    """Make a class suggest a name when it is given an unknown keyword argument. This is a decorator."""
+    decorated: Any = component
+    init = decorated.__init__
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def check_and_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - known.keys():
+            hint = suggest(name, list_options(component).values()) or f"; it has {', '.join(list(known)[1:])}."
+            raise TypeError(f"{component.__name__} has no option {name!r}{hint}")
+        init(self, *args, **kwargs)
+
+    decorated.__init__ = check_and_init
+    return component

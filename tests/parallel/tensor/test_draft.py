@@ -1,0 +1,86 @@
+"""Drafts of tensor parallel plans: what an author gets for an own model."""
+
+import copy
+
+import pytest
+import torch
+from helpers.models import LLAMA, make_causal_lm
+from helpers.oracle import assert_equal_gradients
+from helpers.ranks import run_ranks
+from helpers.tensor_parallel import get_gradients, make_mesh
+from torch import Tensor, nn
+
+from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
+from lightning_fsdp2.parallel.tensor.draft import draft_plan
+from lightning_fsdp2.parallel.tensor.plans import NoPlanError
+
+
+class Block(nn.Module):
+    """A gated MLP and one in a Sequential, and a layer that computes three things at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = nn.ModuleDict({"gate": nn.Linear(8, 32), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8)})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gated = self.gated
+        hidden = hidden + gated["down"](gated["gate"](hidden).sigmoid() * gated["up"](hidden))
+        hidden = hidden + self.mlp(hidden)
+        return hidden + self.attention["out"](self.attention["qkv"](hidden)[..., :8])
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+PLAN = {
+    "blocks.*.gated.gate": "colwise",
+    "blocks.*.gated.up": "colwise",
+    "blocks.*.gated.down": "rowwise",
+    "blocks.*.mlp.0": "colwise",
+    "blocks.*.mlp.2": "rowwise",
+}
+
+
+def test_the_draft_splits_blocks_that_only_widen_and_narrow() -> None:
+    assert draft_plan(Own()) == PLAN
+
+
+def test_the_draft_for_a_llama_is_that_of_its_family() -> None:
+    drafted = draft_plan(make_causal_lm(LLAMA))
+    assert {name.rpartition(".")[2]: style for name, style in drafted.items()} == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
+        **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+    }
+
+
+def test_models_without_lists_of_layers_get_none() -> None:
+    assert draft_plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == {}
+
+
+def test_the_draft_has_the_gradients_of_one_process() -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        plain = Own()
+        sharded = copy.deepcopy(plain)
+        with pytest.raises(NoPlanError) as raised:
+            apply_tensor_parallel(find_structure(sharded), make_mesh())
+        assert f"such as {PLAN}, a draft from the shapes" in str(raised.value)
+        apply_tensor_parallel(find_structure(sharded), make_mesh(), plan=PLAN)
+        hidden = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+        for model in (plain, sharded):
+            model(hidden).square().sum().backward()
+        assert_equal_gradients(get_gradients(sharded), get_gradients(plain))
+
+    run_ranks(run, 2)
