@@ -39,7 +39,6 @@ _ELSEWHERE = {
     "pipeline_parallel_degree": "pp_size",
     "pipeline_parallel_schedule": "pp_schedule",
     "pipeline_parallel_layers_per_stage": "pp_layers_per_stage",
-    "fsdp_reshard_after_forward_policy": "reshard_after_forward",
     # Megatron, NeMo and NeMo Automodel
     "tensor_model_parallel_size": "tp_size",
     "pipeline_model_parallel_size": "pp_size",
@@ -47,7 +46,6 @@ _ELSEWHERE = {
     "expert_parallel_size": "ep_size",
     "expert_model_parallel_size": "ep_size",
     "pipeline_parallel_size": "pp_size",
-    "data_parallel_replicate_size": "dp_replicate_size",
     "custom_tp_plan": "tp_plan",
     "fp8": "float8",
     # arguments of the optimizer and of the scheduler, which are options of their own here

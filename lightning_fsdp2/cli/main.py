@@ -26,15 +26,15 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     if not _reads_config(arguments):
         _run_without_config(arguments)
-    _check_ranks()
+    _check_variables()
     is_long = arguments[:1] == ["plan"]
     with show_progress("importing torch, Lightning and transformers") if is_long else nullcontext():
         from lightning_fsdp2.cli.app import run
     run(args)
 
 
-def _check_ranks() -> None:
-    """Refuse variables of launchers that are no numbers, which Lightning reads while it is imported."""
+def _check_variables() -> None:
+    """Refuse ranks and seeds that are no numbers, with which Lightning would fail before there is a parser."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "PL_GLOBAL_SEED"):
         value = os.environ.get(name)
         if value and not value.isdecimal():

@@ -1,4 +1,4 @@
-"""Parsers of the command line, with their help and their error messages. Only the parser of runs needs torch."""
+"""Parser of the commands for checkpoints, with its help and its error messages. It does not need torch."""
 
 import re
 from argparse import Action
