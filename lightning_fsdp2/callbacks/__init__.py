@@ -11,6 +11,7 @@ from lightning_fsdp2.callbacks.learning_rates import LearningRates
 from lightning_fsdp2.callbacks.loss_over_ranks import LossOverRanks
 from lightning_fsdp2.callbacks.memory_snapshot import MemorySnapshot
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
+from lightning_fsdp2.callbacks.model_summary import ModelSummary
 from lightning_fsdp2.callbacks.nan_guard import NaNGuard
 from lightning_fsdp2.callbacks.preemption import Preemption
 from lightning_fsdp2.callbacks.process_group_timeout import ProcessGroupTimeout
@@ -31,6 +32,7 @@ __all__ = [
     "LossOverRanks",
     "MemorySnapshot",
     "MemoryUsage",
+    "ModelSummary",
     "NaNGuard",
     "Preemption",
     "ProcessGroupTimeout",

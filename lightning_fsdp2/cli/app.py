@@ -9,10 +9,12 @@ import torch
 from jsonargparse import set_parsing_settings
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary as LightningModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_fsdp2._refusals import get_message, get_message_of_cause, has_mistake, is_mistake
 from lightning_fsdp2._registry import STRATEGIES
+from lightning_fsdp2.callbacks.model_summary import ModelSummary
 from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
 from lightning_fsdp2.cli.completion import build_completion
 from lightning_fsdp2.cli.errors import wants_traceback
@@ -163,9 +165,18 @@ class FSDP2CLI(LightningCLI):
         cast(CLITrainer, self.trainer).about_run = about_run
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create the Trainer. For ``describe`` and ``plan``, ignore the environment that a launcher has set."""
+        """Create the Trainer, with this package's model summary if the config says nothing of a summary.
+
+        For ``describe`` and ``plan``, ignore the environment that a launcher has set.
+        """
         if self.subcommand in WITHOUT_RUN:
             kwargs["plugins"] = [LightningEnvironment()]
+        options = self._get(self.config_init, "trainer")
+        callbacks = options.callbacks if isinstance(options.callbacks, list) else [options.callbacks]
+        callbacks = [callback for callback in callbacks if callback is not None]
+        has_summary = any(isinstance(callback, LightningModelSummary) for callback in callbacks)
+        if not has_summary and not options.barebones and options.enable_model_summary is not False:
+            kwargs.update(callbacks=[*callbacks, ModelSummary()], enable_model_summary=False)
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:

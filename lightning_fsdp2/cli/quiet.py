@@ -17,6 +17,7 @@ _RECORDS = {
         r"💡 Tip: ",  # an advertisement
         r"TPU available: False",
     ),
+    "lightning.fabric.utilities.seed": (r"\[rank: [1-9]\d*\] Seed set to ",),  # rank 0 says it for all
     # of torchao, which transformers imports if it is installed: kernels for other GPUs or other versions of torch
     "torchao": (r"Failed to load ", r"Skipping import of cpp extensions"),
     # of the same import: torchao registers classes that torch has learnt to treat itself

@@ -21,6 +21,7 @@ CALLBACKS = {
     "GarbageCollection": {"every_n_batches": 2, "generation": 1},
     "ExponentialMovingAverage": {"decay": 0.9, "every_n_steps": 2},
     "TrainingProgressBar": {"refresh_rate": 4, "leave": False},
+    "ModelSummary": {"max_depth": 2},
     "ProcessGroupTimeout": {"train": "0:02:00"},
     "Preemption": {"signals": ["SIGUSR2"], "exit_code": 75},
     "FlightRecorder": {"dirpath": "records"},

@@ -7,10 +7,12 @@ import pytest
 
 from lightning_fsdp2.cli.quiet import leave_out_noise
 
+NAMES = ("lightning.pytorch.utilities.rank_zero", "torchao", "lightning.fabric.utilities.seed")
+
 
 @pytest.fixture
 def _noise() -> object:
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch.utilities.rank_zero", "torchao")]
+    loggers = [logging.getLogger(name) for name in NAMES]
     before = [list(logger.filters) for logger in loggers]
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -23,14 +25,16 @@ def _noise() -> object:
 
 @pytest.mark.usefixtures("_noise")
 def test_records_of_others(caplog: pytest.LogCaptureFixture) -> None:
-    lightning, torchao = logging.getLogger("lightning.pytorch.utilities.rank_zero"), logging.getLogger("torchao")
+    lightning, torchao, seeds = map(logging.getLogger, NAMES)
     with caplog.at_level(logging.INFO):
         lightning.info("💡 Tip: For seamless cloud logging, try installing something")
         lightning.info("TPU available: False, using: 0 TPU cores")
         lightning.info("GPU available: True (cuda), used: True")
         torchao.warning("Failed to load /a/_C_mxfp8.so: Could not load this library")
         torchao.warning("float8 failed")
-    assert caplog.messages == ["GPU available: True (cuda), used: True", "float8 failed"]
+        seeds.info("[rank: 12] Seed set to 1")
+        seeds.info("Seed set to 1")
+    assert caplog.messages == ["GPU available: True (cuda), used: True", "float8 failed", "Seed set to 1"]
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,14 @@ class PipelineRun:
         return get_rank(self.last_stage, self.group.size())
 
     def describe(self) -> str:
-        """Say how the model is divided, since Lightning's summary of the module counts only this rank's parameters."""
+        """Say how the model is divided, since a model summary counts only this rank's parameters."""
         stages = self.split.stages
         numbers = {name: parameter.shape.numel() for name, parameter in stages.parameters.items()}
         own = sum(number for name, number in numbers.items() if stages.is_own(name))
         layers = ", ".join(str(len(layers)) for layers in self.split.ranges)
         return (
             f"The {self.split.num_stages} pipeline stages have {layers} layers. Pipeline rank {stages.rank} of"
-            f" {stages.num_ranks} holds {own:,} of the module's {sum(numbers.values()):,} parameters; Lightning's model"
+            f" {stages.num_ranks} holds {own:,} of the module's {sum(numbers.values()):,} parameters; the model"
             " summary counts only those."
         )
 
