@@ -1,7 +1,9 @@
 """The page on migrating: its scripts train what the old ones train, and its tables name what exists."""
 
 import inspect
+import json
 import re
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -17,16 +20,21 @@ from accelerate import ParallelismConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, merge_fsdp_weights
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.documents import ROOT
 from helpers.examples import EXAMPLES, Run, read_losses, read_metric
 from helpers.models import LLAMA, make_causal_lm
 from helpers.ranks import run_ranks
 from helpers.recipes import write_inputs
-from transformers import AutoModelForCausalLM
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 import lightning_fsdp2
 from lightning_fsdp2.cli import main
+from lightning_fsdp2.data import build_byte_tokenizer
 
 SECTIONS = dict(
     section.split("\n", 1) for section in (ROOT / "docs/migrating.md").read_text().replace(r"\|", "&").split("\n## ")
@@ -73,7 +81,7 @@ def test_options_here_exist(title: str) -> None:
     ]
     assert len(options) > 5
     for owner, option in options:
-        component = getattr(lightning_fsdp2, owner, None) or getattr(pl, owner)
+        component = getattr(lightning_fsdp2, owner, None) or getattr(pl, owner, None) or getattr(pl.callbacks, owner)
         assert option in inspect.signature(component).parameters, f"{owner}.{option}"
 
 
@@ -162,11 +170,18 @@ def accelerate_config(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterat
 
 @contextmanager
 def accelerate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let accelerate take CPU processes for those of GPUs: otherwise it leaves FSDP out."""
+    """Let accelerate take CPU processes for those of GPUs: otherwise it leaves FSDP out. Check that it does not."""
+
+    def shard(*args: Any) -> torch.nn.Module:
+        Path("sharded").touch()
+        return fsdp2_prepare_model(*args)
+
     with monkeypatch.context() as patch:
+        patch.setattr(accelerate.accelerator, "fsdp2_prepare_model", shard)
         patch.setattr(PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU))
         patch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
         yield
+    assert Path("sharded").exists()
 
 
 @pytest.mark.slow
@@ -186,8 +201,8 @@ def test_accelerate_trains_the_same_and_its_checkpoint_becomes_a_model(
     assert losses[-1] < losses[0] - 0.1
     models = [AutoModelForCausalLM.from_pretrained(f"outputs/accelerate_{name}/model") for name in ("before", "after")]
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), atol=1e-5, rtol=0)
-    sharded = "outputs/accelerate_before/state/pytorch_model_fsdp_0"  # only FSDP writes it
-    run_ranks(merge_fsdp_weights, 1, sharded, "merged", group=False)
+    saved = "outputs/accelerate_before/state/pytorch_model_fsdp_0"
+    run_ranks(merge_fsdp_weights, 1, saved, "merged", group=False)
     shutil.copy("model/config.json", "merged")
     merged = AutoModelForCausalLM.from_pretrained("merged")
     torch.testing.assert_close(merged.state_dict(), models[0].state_dict(), atol=0, rtol=0)
@@ -211,3 +226,87 @@ def test_accelerate_reads_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (2, 4)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+
+
+# ---------------------------------------------------------------------- from the Trainer of transformers
+
+
+TRANSFORMERS = "From the Trainer of transformers"
+
+
+def test_the_trainer_of_transformers_trains_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_causal_lm({**LLAMA, "vocab_size": 257}).save_pretrained("model")
+    build_byte_tokenizer().save_pretrained("model")
+    arguments = ("model", "--steps", 5, "--learning-rate", 3e-3)
+    with accelerate_on_cpu(monkeypatch):
+        run("migrating/hf_trainer_before.py", *arguments)
+    run("migrating/hf_trainer_after.py", *arguments)
+    history = json.loads(Path("outputs/hf_trainer_before/trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert read_metric("hf_trainer_after", 0) == pytest.approx(losses, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.1
+    names = ("hf_trainer_before/model", "hf_trainer_before/checkpoint-5", "hf_trainer_after/model")
+    first, *others = [AutoModelForCausalLM.from_pretrained(f"outputs/{name}").state_dict() for name in names]
+    for other in others:
+        torch.testing.assert_close(other, first, atol=1e-5, rtol=0)
+
+
+def test_options_of_the_trainer_of_transformers_exist() -> None:
+    assert read_options(TRANSFORMERS) <= set(inspect.signature(TrainingArguments).parameters)
+
+
+def test_defaults_of_the_trainer_of_transformers() -> None:
+    options = TrainingArguments()
+    assert (options.max_grad_norm, options.learning_rate, options.weight_decay) == (1.0, 5e-5, 0.0)
+    assert (options.lr_scheduler_type, options.average_tokens_across_devices) == ("linear", True)
+
+
+# ---------------------------------------------------------------------- from Lightning's DDPStrategy and FSDPStrategy
+
+
+LIGHTNING = "From Lightning's DDPStrategy or FSDPStrategy"
+
+
+@pytest.mark.slow
+def test_a_run_of_lightning_trains_the_same_and_goes_on(run: Run) -> None:
+    run("migrating/lightning_before.py")
+    run("migrating/lightning_after.py")
+    before, after = (read_metric(f"lightning_{script}", 0) for script in ("before", "after"))
+    assert after == pytest.approx(before, abs=1e-5)
+    assert after[-1] < after[0] - 1.0
+    run("migrating/lightning_before.py", "--steps", EPOCH)
+    [checkpoint] = Path("outputs/lightning_before/version_1/checkpoints").iterdir()
+    run("migrating/lightning_after.py", "--ckpt-path", checkpoint)
+    assert read_metric("lightning_after", 1) == pytest.approx(before[EPOCH:], abs=1e-5)
+
+
+def test_a_sharded_checkpoint_of_fsdp_strategy_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only GPUs could write it; this one has its layout."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("step.ckpt")
+    command = "lightning.pytorch.utilities.consolidate_checkpoint"
+
+    def convert() -> None:
+        module_class = runpy.run_path(str(EXAMPLES / "migrating/lightning_after.py"))["LanguageModel"]
+        module = module_class(learning_rate=0.5)
+        folder.mkdir()
+        torch.distributed.checkpoint.save({"model": module.state_dict()}, checkpoint_id=folder, no_dist=True)
+        metadata = {"hyper_parameters": {"learning_rate": 0.5}, "pytorch-lightning_version": "2.6.0"}
+        torch.save(metadata, folder / "meta.pt")
+        with pytest.raises(ValueError, match="does not match"):
+            lightning_fsdp2.load_from_checkpoint(module_class, folder)
+        sys.argv = [command, str(folder), "--output_file=whole.ckpt"]
+        runpy.run_module(command, run_name="__main__")
+        loaded = lightning_fsdp2.load_from_checkpoint(module_class, "whole.ckpt")
+        assert loaded.hparams.learning_rate == 0.5
+        torch.testing.assert_close(loaded.state_dict(), module.state_dict(), atol=0, rtol=0)
+
+    run_ranks(convert, 1, group=False)
+
+
+def test_options_of_lightning_exist() -> None:
+    signatures = map(inspect.signature, (FSDPStrategy, DDPStrategy, FullyShardedDataParallel, DistributedDataParallel))
+    known = {name for signature in signatures for name in signature.parameters}
+    assert {name.partition("=")[0] for name in read_options(LIGHTNING)} <= known
+    strategies = {code.partition('"')[2].rstrip('"') for code in read_options(LIGHTNING) if '"' in code}
+    assert strategies == {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"}
