@@ -33,6 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import lightning_fsdp2
+import lightning_fsdp2.callbacks
+import lightning_fsdp2.schedulers
 from lightning_fsdp2.cli import main
 from lightning_fsdp2.data import build_byte_tokenizer
 
@@ -42,6 +44,9 @@ SECTIONS = dict(
 """The text of each section of the page, by its title."""
 
 PAIRS = [title for title, text in SECTIONS.items() if "\n| before | after |\n" in text]
+
+HOMES = (lightning_fsdp2, lightning_fsdp2.callbacks, lightning_fsdp2.schedulers, pl, pl.callbacks)
+"""Where the owners of options in the tables are."""
 
 
 def read_table(title: str, *, options: bool = False) -> list[tuple[str, str]]:
@@ -81,7 +86,7 @@ def test_options_here_exist(title: str) -> None:
     ]
     assert len(options) > 5
     for owner, option in options:
-        component = getattr(lightning_fsdp2, owner, None) or getattr(pl, owner, None) or getattr(pl.callbacks, owner)
+        [component, *_] = [getattr(home, owner) for home in HOMES if hasattr(home, owner)]
         assert option in inspect.signature(component).parameters, f"{owner}.{option}"
 
 
@@ -146,6 +151,26 @@ def train_from_yaml() -> None:
         main(["fit", "--config", "run.yaml"])
 
     run_ranks(train, 2, group=False)
+
+
+# ---------------------------------------------------------------------- from torchtitan
+
+
+@pytest.mark.slow
+def test_the_yaml_that_comes_from_torchtitan_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    config = yaml.safe_load((EXAMPLES / "migrating/torchtitan_after.yaml").read_text())
+    config["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": 2}
+    config["trainer"]["strategy"]["init_args"]["config"]["enable_compile"] = False
+    config["model"]["init_args"]["config"] = config["data"]["init_args"]["tokenizer"] = "model"
+    config["model"]["init_args"]["lr_scheduler"]["init_args"]["warmup_steps"] = 1
+    config["data"]["init_args"] |= {"dataset": None, "subset": None, "path": "text/train"}
+    config["data"]["init_args"] |= {"sequence_length": 96, "global_batch_size": 4}
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    train_from_yaml()
+    assert AutoModelForCausalLM.from_pretrained("checkpoint/model").num_parameters() > 0
 
 
 # ---------------------------------------------------------------------- from accelerate
