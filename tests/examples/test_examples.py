@@ -1,68 +1,24 @@
 """The scripts of ``examples/`` do what their headers promise, with the numbers of one process."""
 
-import csv
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-import yaml
-from helpers.ranks import run_ranks
-from helpers.recipes import write_inputs
+from helpers.examples import EXAMPLES, Run, read_losses, read_metric
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_fsdp2.cli import main
-
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(
     str(path.relative_to(EXAMPLES)) for folder in (EXAMPLES, EXAMPLES / "migrating") for path in folder.glob("*.py")
 )
 
 UNTRAINED = pytest.approx(5.55, abs=0.2)
 """The loss of a model that knows nothing: log 257."""
-
-Run = Callable[..., list[str]]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a script in an empty folder on ranks as torchrun starts them; returns what each has printed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-    def run_example(script: str, *arguments: object, ranks: int = 2) -> list[str]:
-        def run_rank() -> str:
-            sys.argv = [script, *map(str, arguments)]
-            with redirect_stdout(StringIO()) as output:
-                runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-            return output.getvalue()
-
-        return run_ranks(run_rank, ranks, group=False)
-
-    return run_example
-
-
-def read_metric(name: str, version: int, metric: str = "train/loss") -> list[float]:
-    """What the Trainer of a script has logged, its runs counted from 0."""
-    with open(f"outputs/{name}/version_{version}/metrics.csv") as file:
-        return [float(row[metric]) for row in csv.DictReader(file) if row[metric]]
-
-
-def read_losses(output: str) -> list[float]:
-    """What a script with its own loop has printed."""
-    return [float(loss) for loss in re.findall(r"loss (\S+)", output)]
-
 
 # ---------------------------------------------------------------------- what each does
 
@@ -151,75 +107,13 @@ def test_generation_is_that_of_one_process(run: Run) -> None:
     assert outputs[1].splitlines() == [f"rank 1: {text!r}" for text in texts[1::2]]
 
 
-# ---------------------------------------------------------------------- migrating
-
-
-EPOCH = 12
-"""Steps of an epoch of the two scripts."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_migrated_run_has_the_losses_of_the_old_one_and_takes_its_checkpoints(run: Run, tp_size: int) -> None:
-    for script in ("before", "after"):
-        run(f"migrating/model_parallel_{script}.py", "--tp-size", tp_size)
-    before, after = (read_metric(f"model_parallel_{script}", 0) for script in ("before", "after"))
-    assert after == pytest.approx(before, abs=1e-5)
-    assert after[-1] < after[0] - 1.0
-    run("migrating/model_parallel_before.py", "--tp-size", tp_size, "--steps", EPOCH)
-    [checkpoint] = Path("outputs/model_parallel_before/version_1/checkpoints").iterdir()
-    run("migrating/model_parallel_after.py", "--tp-size", tp_size, "--ckpt-path", checkpoint)
-    # and not those of the old strategy, which would go on in the order of another epoch
-    assert read_metric("model_parallel_after", 1) == pytest.approx(before[EPOCH:], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_the_loop_that_comes_from_automodel_trains(run: Run) -> None:
-    run("own_module.py", "--steps", 60)
-    outputs = run("migrating/automodel_after.py", "outputs/own_module/model", "--dp-replicate-size", 2)
-    assert [len(read_losses(output)) for output in outputs] == [10, 10]
-
-
-@pytest.mark.slow
-def test_the_yaml_that_comes_from_automodel_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_inputs(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    config = yaml.safe_load((EXAMPLES / "migrating/automodel_after.yaml").read_text())
-    config["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": 2}
-    config["model"]["init_args"]["pretrained"] = config["data"]["init_args"]["tokenizer"] = "model"
-    config["model"]["init_args"]["lr_scheduler"]["init_args"] = {"warmup_steps": 1}
-    config["data"]["init_args"] |= {"path": "chats/train", "sequence_length": 96, "global_batch_size": 4}
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-
-    def train() -> None:
-        sys.argv = ["lightning-fsdp2"]
-        main(["fit", "--config", "run.yaml"])
-
-    run_ranks(train, 2, group=False)
-    assert AutoModelForCausalLM.from_pretrained("checkpoints/model").num_parameters() > 0
-
-
-@pytest.mark.parametrize(
-    "before", ["model_parallel_before.py", "automodel_before.yaml", "automodel_before.py"], ids=lambda name: name
-)
-def test_what_the_page_on_migrating_shows_stands_in_the_files(before: str) -> None:
-    sections = (ROOT / "docs/migrating.md").read_text().split("\n## ")
-    [section] = [section for section in sections if f"/{before})" in section]
-    rows = re.findall(r"^\| (.*?) ?\| (.*?) ?\|$", section.replace(r"\|", "&"), re.MULTILINE)[1:]
-    assert len(rows) >= 7
-    for file, cells in zip((before, before.replace("before", "after")), zip(*rows, strict=True), strict=True):
-        text = (EXAMPLES / "migrating" / file).read_text().replace("|", "&")
-        assert [line for cell in cells for line in re.findall(r"`(.+?)`", cell) if line not in text] == []
-
-
 # ---------------------------------------------------------------------- commands
 
 
 def read_commands(script: str) -> list[tuple[str, bool]]:
     """The commands in a script's header, continued lines in one, and whether they need GPUs."""
     header = (EXAMPLES / script).read_text().split('"""')[1].replace("\\\n", " ")
-    lines = re.findall(r"^((?:python|torchrun) .*)$", header, re.MULTILINE)
+    lines = re.findall(r"^((?:python|torchrun|accelerate launch) .*)$", header, re.MULTILINE)
     return [(re.split(r" +# ", line)[0], "needs GPUs" in line) for line in lines]
 
 
