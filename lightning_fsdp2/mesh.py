@@ -92,7 +92,7 @@ def create_device_mesh(
 
     Args:
         config: Config of a strategy, which determines the allowed sizes.
-        dp_size: Number of data parallel ranks. See :class:`ParallelSizes` for this size and the next four.
+        dp_size: Number of data parallel ranks. See :class:`~lightning_fsdp2.FSDP2Strategy` for all sizes.
         dp_replicate_size: Number of replicas. ``"auto"`` uses the number of nodes that torchrun sets.
         tp_size: Number of tensor parallel ranks. This is the innermost axis.
         cp_size: Number of context parallel ranks.

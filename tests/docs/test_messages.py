@@ -1,14 +1,15 @@
-"""The messages that the documentation quotes are those of the source."""
+"""The messages that the documentation quotes are those of the source, and can be linked to."""
 
 import ast
 import re
 from functools import cache
 
 import pytest
-from helpers.documents import ROOT, Block, read_blocks
+from helpers.documents import ROOT, Block, list_anchors, read_blocks
 
 PACKAGE = ROOT / "lightning_fsdp2"
 
+PAGE = ROOT / "docs/troubleshooting.md"
 MESSAGES = [block for block in read_blocks("docs/troubleshooting.md") if block.language == "text"]
 
 
@@ -44,3 +45,19 @@ def test_a_quoted_message_is_in_the_source(block: Block) -> None:
 def test_a_message_that_is_none_is_seen() -> None:
     assert len(MESSAGES) > 15
     assert not any(is_in_source(block.text.strip().replace(" ", "  ")) for block in MESSAGES)
+
+
+@pytest.mark.parametrize("block", MESSAGES, ids=str)
+def test_a_message_has_a_heading_of_its_own_words(block: Block) -> None:
+    """In their order, so that whoever knows the message knows the anchor; the table of contents has the heading."""
+    heading, between = PAGE.read_text().splitlines()[block.line - 3 : block.line - 1]
+    assert heading.startswith("### ")
+    assert between == ""
+    words = iter(re.findall(r"\w+", block.text.lower()))
+    assert [word for word in re.findall(r"\w+", heading.lower()) if word not in words] == []
+
+
+def test_anchors_are_unique() -> None:
+    anchors = list_anchors(PAGE)
+    assert len(anchors) > len(MESSAGES)
+    assert sorted(set(anchors)) == sorted(anchors)

@@ -2,35 +2,19 @@
 
 import importlib
 import inspect
-import os
 import re
 import runpy
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
-from helpers.documents import PAGES, ROOT
+from helpers.documents import PAGES, ROOT, build_site, list_anchors
 
 import lightning_fsdp2
 from lightning_fsdp2 import callbacks, loggers
 
 DRAWINGS = ROOT / "docs" / "drawings"
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="needs the extra docs")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return folder
 
 
 @pytest.mark.slow
@@ -44,6 +28,17 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         if re.search(r'(?:src|href)="(?:https?:)?//', element)
     ]
     assert fetched == []
+
+
+@pytest.mark.slow
+def test_pages_link_to_the_repository_if_its_address_is_known(site: Path, tmp_path: Path) -> None:
+    """The theme's own link would ask GitHub for numbers; that is the component "source" of its script."""
+    link = '<a href="https://example.org/owner/name"'
+    with_address = build_site(tmp_path, repository="https://example.org/owner/name")
+    for page in ("index.html", "404.html", "api/configs/index.html"):
+        assert link in (with_address / page).read_text()
+        assert 'component="source"' not in (with_address / page).read_text()
+        assert "md-source" not in (site / page).read_text()
 
 
 @pytest.mark.slow
@@ -129,13 +124,7 @@ def test_links_of_the_repository_lead_somewhere(name: str) -> None:
     for path, anchor in links:
         target = page.parent / path if path else page
         assert target.exists(), path
-        assert not anchor or anchor[1:] in get_anchors(target), path + anchor
-
-
-def get_anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor[1:] in list_anchors(target), path + anchor
 
 
 def test_the_map_of_the_source_is_true() -> None:
