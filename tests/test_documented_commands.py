@@ -39,6 +39,7 @@ COMMANDS = {
     "lightning-fsdp2 verify checkpoints/last.ckpt": FROM_YAML,
     "lightning-fsdp2 export checkpoints/last.ckpt my-model": FROM_YAML,
     "lightning-fsdp2 describe --config run.yaml --world_size 64": RUN,
+    "lightning-fsdp2 describe --config run.yaml --world_size 8 --trainer.strategy.tp_size=2": RUN,
     "lightning-fsdp2 plan --config run.yaml --world_size 64": RUN,
     "lightning-fsdp2 plan --config run.yaml --world_size 64 --search best.yaml": PARSED,
     "lightning-fsdp2 quickstart": WHEEL,
