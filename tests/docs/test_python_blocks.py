@@ -47,6 +47,7 @@ from lightning_fsdp2 import (
     load_checkpoint,
     save_checkpoint,
 )
+from lightning_fsdp2.data import build_byte_tokenizer
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh
 from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
@@ -261,6 +262,20 @@ def check_registered(names: Names) -> None:
     assert all(is_registered(names[name]()) for name in ("MyModelForCausalLM", "BertModel"))
 
 
+def save_chat_model() -> Names:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}:"
+    tokenizer.save_pretrained("my-model")
+    AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16).save_pretrained("my-model")
+    return {}
+
+
+def check_answer(names: Names) -> None:
+    assert names["model"].dtype == torch.bfloat16
+    assert names["tokenizer"].decode(names["inputs"]["input_ids"][0]) == "1 + 1?:"
+    assert isinstance(names["answer"], str)
+
+
 def make_fine_tuning() -> Names:
     """The names of the page's first block."""
     names: Names = {}
@@ -344,6 +359,7 @@ SCENES = [
     Scene('allow_missing="score.*"', check=check_classifier),
     Scene("class FineTuning(", check=check_fine_tuning, group=False),
     Scene("shift=False)", check=check_each_label_counts_once, group=False),
+    Scene("tokenizer.apply_chat_template", save_chat_model, check_answer, ranks=1),
     Scene("class FrozenTower(", make_fine_tuning, check_frozen_tower, group=False),
     Scene("self_attn.out_proj", check=check_plan_of_bart, group=False),
     Scene(
