@@ -30,7 +30,7 @@ test: venv ## Run the tests that every change must pass
 test-all: venv ## Run all tests, go on where an interrupted run stopped, write docs/test-all.md
 	$(BIN)/python tools/run_all.py
 
-parity: venv ## Compare all model families, with images too, on parallel layouts with one process, write docs/parity*.md
+parity: venv ## Compare all model families, with images too, on parallel layouts with one process, write docs/parity*.md and docs/models.md
 	$(BIN)/python tools/parity_matrix.py --output docs/parity.md
 	$(BIN)/python tools/parity_matrix.py --context --output docs/parity-context-parallel.md
 	$(BIN)/python tools/parity_matrix.py --megatron --output docs/parity-megatron.md
@@ -38,6 +38,7 @@ parity: venv ## Compare all model families, with images too, on parallel layouts
 	$(BIN)/python tools/parity_matrix.py --pipelines --output docs/parity-pipeline-parallel.md
 	$(BIN)/python tools/parity_matrix.py --experts --output docs/parity-expert-parallel.md
 	$(BIN)/python tools/parity_matrix.py --expert-images --output docs/parity-expert-parallel-images.md
+	$(BIN)/python tools/supported_models.py --output docs/models.md
 
 parity-oldest: venv ## The same with the oldest transformers that pyproject.toml allows, in .venv-oldest
 	test -x .venv-oldest/bin/python || $(BIN)/python -m venv --without-pip .venv-oldest

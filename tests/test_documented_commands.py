@@ -4,6 +4,7 @@ A command that trains on GPUs is marked in the text, "needs GPUs", and its optio
 each other one which test runs it.
 """
 
+import math
 import re
 import shlex
 import subprocess
@@ -20,6 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.data import build_byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -29,6 +31,7 @@ RUN, PARSED = "run here", "parsed here"
 QUICKSTART = "tests/test_quickstart.py::test_the_loss_before_training_is_that_of_one_process"
 FROM_YAML = "tests/test_documented_commands.py::test_a_page_trains_goes_on_and_exports"
 LORA = "tests/test_documented_commands.py::test_an_adapter_is_exported_and_merged"
+EVALUATE = "tests/test_documented_commands.py::test_a_checkpoint_is_evaluated"
 WHEEL = "tests/cli/test_cli.py::test_the_wheel_works_in_an_empty_directory"
 
 COMMANDS = {
@@ -39,6 +42,7 @@ COMMANDS = {
     "lightning-fsdp2 verify checkpoints/last.ckpt": FROM_YAML,
     "lightning-fsdp2 export checkpoints/last.ckpt my-model": FROM_YAML,
     "lightning-fsdp2 describe --config run.yaml --world_size 64": RUN,
+    "lightning-fsdp2 describe --config run.yaml --world_size 8 --trainer.strategy.tp_size=2": RUN,
     "lightning-fsdp2 plan --config run.yaml --world_size 64": RUN,
     "lightning-fsdp2 plan --config run.yaml --world_size 64 --search best.yaml": PARSED,
     "lightning-fsdp2 quickstart": WHEEL,
@@ -54,6 +58,8 @@ COMMANDS = {
     "lightning-fsdp2 quickstart --ckpt_path=last --trainer.max_steps=600": PARSED,
     "lightning-fsdp2 describe --config run.yaml --world_size 8": FROM_YAML,
     "lightning-fsdp2 fit --config run.yaml --trainer.fast_dev_run 2": FROM_YAML,
+    "lightning-fsdp2 validate --config run.yaml --ckpt_path checkpoints/last.ckpt": EVALUATE,
+    "lightning-fsdp2 test --config run.yaml --ckpt_path checkpoints/last.ckpt --data.test_path /data/test": EVALUATE,
     "lightning-fsdp2 consolidate checkpoints/step=100.ckpt step=100-whole.ckpt": (
         "tests/cli/test_commands.py::test_consolidate_writes_a_file"
     ),
@@ -230,6 +236,30 @@ def test_a_page_trains_goes_on_and_exports(page: str, expected: list[str]) -> No
             target = Path("checkpoints/last.ckpt").resolve().name
             assert re.search(r"step=(\d+)", target)[1] == str(steps)
     assert AutoModelForCausalLM.from_pretrained("my-model").num_parameters() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_run_yaml")
+def test_a_checkpoint_is_evaluated() -> None:
+    """The commands of the page on serving print the loss of the exported model, and its perplexity."""
+    config = read_run_yaml("README.md")
+    config["model"]["init_args"]["config"] = {**LLAMA, "vocab_size": 257}
+    config["data"]["init_args"].update(sequence_length=16, validation_path="text.txt")
+    config["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": 2, "precision": "32-true"}
+    config["trainer"]["callbacks"][-1]["init_args"]["every_n_train_steps"] = 2
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    run_command("lightning-fsdp2 fit --config run.yaml")
+    run_command("lightning-fsdp2 export checkpoints/last.ckpt my-model")
+    model = AutoModelForCausalLM.from_pretrained("my-model")
+    tokens = build_byte_tokenizer()("a few words of it\n" * 40, return_tensors="pt").input_ids
+    commands = [command.replace("/data/test", "text.txt") for command, test in COMMANDS.items() if test == EVALUATE]
+    for command, stage in zip(commands, ("val", "test"), strict=True):
+        output = run_command(command).stdout
+        loss = float(re.search(rf"{stage}/loss\W+([\d.]+)", output)[1])
+        perplexity = float(re.search(rf"{stage}/perplexity\W+([\d.]+)", output)[1])
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+        # sequences begin elsewhere, so it is the same only nearly
+        assert loss == pytest.approx(float(model(tokens[:, :512], labels=tokens[:, :512]).loss), abs=0.2)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ Usage: python tools/parity_matrix.py [--context | --megatron | --experts | --pip
 import argparse
 import inspect
 import os
+import re
 import sys
 import time
 import warnings
@@ -219,7 +220,10 @@ def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> s
     """Return the page as Markdown."""
     families = list(dict.fromkeys(family for family, _ in cells))
     layouts = list(dict.fromkeys(layout for _, layout in cells))
-    reasons = dict.fromkeys((family, cell["reason"]) for (family, _), cell in cells.items() if "reason" in cell)
+    reasons: dict[tuple[str, str], str] = {}
+    for (family, _), cell in cells.items():
+        if "reason" in cell:  # the same for all sizes
+            reasons.setdefault((family, re.sub(r"_size=\d+", "_size", cell["reason"])), cell["reason"])
     lines = [
         f"# {matrix.title}",
         "",
@@ -237,7 +241,7 @@ def summarize(cells: dict[tuple[str, str], dict[str, str]], matrix: Matrix) -> s
         ),
     ]
     if reasons:
-        lines += ["", "Refused:", "", *(f"- `{family}`: {reason}" for family, reason in reasons)]
+        lines += ["", "Refused:", "", *(f"- `{family}`: {reason}" for (family, _), reason in reasons.items())]
     not_built = sorted(matrix.not_built.items())
     lines += ["", "Not built here:", "", *(f"- `{family}`: {reason}" for family, reason in not_built), ""]
     return "\n".join(lines)

@@ -21,13 +21,20 @@ import torch
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.documents import PAGES, Block, get_blocks, read_blocks
 from helpers.families import make_family_model
-from helpers.models import LLAMA, make_causal_lm, make_token_batches
-from helpers.oracle import QUIET, whole
+from helpers.models import ENCODER, LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import QUIET, Batch, LossFunction, assert_equal_gradients, hf_loss, make_config, whole
 from helpers.ranks import run_ranks
-from torch import nn
+from helpers.vision import make_image_batch, make_vision_model
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 
 import lightning_fsdp2
 from lightning_fsdp2 import (
@@ -36,9 +43,11 @@ from lightning_fsdp2 import (
     FSDP2Manager,
     FSDP2Strategy,
     create_device_mesh,
+    export_hf,
     load_checkpoint,
     save_checkpoint,
 )
+from lightning_fsdp2.data import build_byte_tokenizer
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh
 from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
@@ -47,10 +56,24 @@ from lightning_fsdp2.parallel.tensor.plans import is_registered
 Names = dict[str, Any]
 
 TINY = {**LLAMA, "vocab_size": 257, "max_position_embeddings": 8192}
+BERT = {"model_type": "bert", **ENCODER, "vocab_size": 257}
+BART: dict[str, Any] = {
+    "model_type": "bart",
+    "vocab_size": 257,
+    "max_position_embeddings": 64,
+    "d_model": 32,
+    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")},
+    "dropout": 0.0,
+    "init_std": 0.2,
+}
 STAND_INS = {
     'tokenizer="/models/llama-3-8b"': "tokenizer=None",
     "/models/llama-3-8b": "model",
     "/models/llama-3-70b": "model",
+    "/models/bert-base": "bert",
+    "/models/llava-7b": "llava",
     "/data/text": "text.txt",
     "sequence_length=4096": "sequence_length=16",
 }
@@ -239,6 +262,89 @@ def check_registered(names: Names) -> None:
     assert all(is_registered(names[name]()) for name in ("MyModelForCausalLM", "BertModel"))
 
 
+def save_chat_model() -> Names:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}:"
+    tokenizer.save_pretrained("my-model")
+    AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16).save_pretrained("my-model")
+    return {}
+
+
+def check_answer(names: Names) -> None:
+    assert names["model"].dtype == torch.bfloat16
+    assert names["tokenizer"].decode(names["inputs"]["input_ids"][0]) == "1 + 1?:"
+    assert isinstance(names["answer"], str)
+
+
+def make_fine_tuning() -> Names:
+    """The names of the page's first block."""
+    names: Names = {}
+    exec(read_blocks("docs/multimodal.md")[0].text, names)
+    return names
+
+
+class Recorder(pl.Callback):
+    """Has the weights and the gradients of the last step."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        named = dict(module.model.named_parameters())
+        self.weights, self.gradients = whole(named), whole({name: p.grad for name, p in named.items()})
+
+
+def check_gradients(module: Any, model: nn.Module, batches: list[Batch], loss: LossFunction, **strategy: Any) -> None:
+    """Those of a page's module on two ranks are those of one process on all batches."""
+    recorder, strategy_ = Recorder(), FSDP2Strategy(**strategy)
+    trainer = pl.Trainer(strategy=strategy_, max_steps=1, callbacks=[recorder])
+    shares = {rank: batches[rank :: 2 // strategy.get("tp_size", 1)] for rank in range(2)}
+    module.train_dataloader = lambda: DataLoader(shares[strategy_.data_parallel_rank], batch_size=None)
+    trainer.fit(module)
+    model.load_state_dict(recorder.weights, strict=False)
+    sums, counts = zip(*(loss(model.train(), batch) for batch in batches), strict=True)
+    (sum(sums) / sum(counts)).backward()
+    assert_equal_gradients(recorder.gradients, {name: p.grad for name, p in model.named_parameters()})
+
+
+def check_fine_tuning(names: Names) -> None:
+    batches = [{"input_ids": batch["input_ids"], "labels": torch.tensor([0, 2])} for batch in make_token_batches(2)]
+    model = AutoModelForSequenceClassification.from_pretrained("bert", num_labels=3)
+    check_gradients(names["module"], model, batches, hf_loss)
+    names["module"].trainer.save_checkpoint("classifier.ckpt")
+    export_hf("classifier.ckpt", "classifier")
+    exported = AutoModelForSequenceClassification.from_pretrained("classifier").state_dict()
+    torch.testing.assert_close(exported, whole(names["module"].model.state_dict()))
+
+
+def make_translation() -> tuple[Any, nn.Module]:
+    module = make_fine_tuning()["FineTuning"]("bart", auto_class="AutoModelForSeq2SeqLM")
+    return module, AutoModelForSeq2SeqLM.from_pretrained("bart")
+
+
+def check_each_label_counts_once(names: Names) -> None:
+    def sum_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        count = int((batch["labels"] != -100).sum())
+        return model(**batch).loss * count, count
+
+    module, model = make_translation()
+    type(module).training_step = names["training_step"]
+    batches = make_token_batches(2)
+    batches[1]["labels"][:, :5] = -100
+    check_gradients(module, model, batches, sum_loss)
+
+
+def check_plan_of_bart(names: Names) -> None:
+    for changes in ({}, {"sequence_parallel": True}):
+        config = FSDP2Config(tp_plan=names["plan"], **changes)
+        check_gradients(*make_translation(), make_token_batches(1, ragged=False), hf_loss, tp_size=2, config=config)
+
+
+def check_frozen_tower(names: Names) -> None:
+    module, trainer = names["module"], pl.Trainer(strategy=FSDP2Strategy())
+    trainer.fit(module, DataLoader([make_image_batch("llava", seed) for seed in range(2)], batch_size=None))
+    before = AutoModelForImageTextToText.from_pretrained("llava").state_dict()
+    same = {name for name, value in whole(module.model.state_dict()).items() if torch.equal(value, before[name])}
+    assert same == {name for name in before if "vision_tower" in name}
+
+
 SCENES = [
     Scene("config=FSDP2Config(sequence_parallel=True)),\n    precision=", check=check_two_steps),
     Scene("trainer = pl.Trainer(strategy=FSDP2Strategy(tp_size=2), precision=", check=check_two_steps),
@@ -250,7 +356,12 @@ SCENES = [
     Scene('self.log("train/z_loss", z_loss)', check=check_step_over_stages, group=False),
     Scene("load_from_checkpoint(CausalLM,", save_run, check_loaded, ranks=1),
     Scene('extra = load_checkpoint("step=100.ckpt", model, optimizer)', make_model_and_optimizer, check_extra),
-    Scene("AutoModelForSequenceClassification", check=check_classifier),
+    Scene('allow_missing="score.*"', check=check_classifier),
+    Scene("class FineTuning(", check=check_fine_tuning, group=False),
+    Scene("shift=False)", check=check_each_label_counts_once, group=False),
+    Scene("tokenizer.apply_chat_template", save_chat_model, check_answer, ranks=1),
+    Scene("class FrozenTower(", make_fine_tuning, check_frozen_tower, group=False),
+    Scene("self_attn.out_proj", check=check_plan_of_bart, group=False),
     Scene(
         '"/models/llama-3-8b")\n        self.model = get_peft',
         check=check_adapters,
@@ -299,6 +410,9 @@ def run(block: Block, folder: Path) -> None:
 def folder(tmp_path: Path) -> Path:
     """What the machines of the documentation have, in small."""
     make_causal_lm(TINY).save_pretrained(tmp_path / "model")
+    AutoModelForMaskedLM.from_config(make_config(BERT)).save_pretrained(tmp_path / "bert")
+    AutoModelForSeq2SeqLM.from_config(make_config(BART)).save_pretrained(tmp_path / "bart")
+    make_vision_model("llava").save_pretrained(tmp_path / "llava")
     (tmp_path / "text.txt").write_text("a few words of it\n" * 80)
     return tmp_path
 
