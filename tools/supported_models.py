@@ -147,13 +147,13 @@ def build_table(columns: tuple[Column, ...], classes: dict[str, str], notes: lis
     """Return the lines of a table with a row for each family."""
     families = sorted({family for column in columns for family in get_page(column.page).families})
     lines = [
-        "| family | class | " + " | ".join(f"[{column.title}]({column.page})" for column in columns) + " |",
+        "| family | " + " | ".join(f"[{column.title}]({column.page})" for column in columns) + " | class |",
         "|---|---|" + "---|" * len(columns),
     ]
     for family in families:
         name = classes[family.split(" ")[0]]
         cells = [column.get_cell(family, notes) for column in columns]
-        lines.append(f"| `{family}` | `{name}` | " + " | ".join(cells) + " |")
+        lines.append(f"| `{family}` | " + " | ".join(cells) + f" | `{name}` |")
     return lines
 
 
