@@ -4,10 +4,9 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 UNTIL = "2027-06-01"
 """Date after which releases no longer accept the old paths."""
@@ -33,20 +32,26 @@ def keep_moved_paths() -> None:
         sys.meta_path.append(_MovedFinder())
 
 
-class _MovedFinder(MetaPathFinder):
+class _MovedFinder:
     """Import finder for the old paths. Python tries it after all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, _MovedLoader(MOVED[fullname])) if fullname in MOVED else None
+        return ModuleSpec(fullname, cast(Any, _MovedLoader(MOVED[fullname]))) if fullname in MOVED else None
 
 
-class _MovedLoader(Loader):
-    """Loader that gives the module at an old path the contents of the module at the new path."""
+class _MovedLoader:
+    """Loader that gives the module at an old path the contents of the module at the new path.
+
+    It does not inherit from ``importlib.abc.Loader``, because importing that takes longer than all the rest.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to create the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         warnings.warn(

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -36,7 +35,7 @@ def register_with_lightning() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Import finder that finds only Lightning's registry, and registers the names once that has been imported."""
 
     def find_spec(

@@ -1,7 +1,5 @@
 """Reading and writing of checkpoints, as directories that all ranks share or as single files."""
 
-from lightning_fsdp2.checkpoint.convert import consolidate_checkpoint
-from lightning_fsdp2.checkpoint.plain_loop import load_checkpoint, save_checkpoint
-from lightning_fsdp2.checkpoint.verify import verify_checkpoint
+from lazy_loader import attach_stub
 
-__all__ = ["consolidate_checkpoint", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

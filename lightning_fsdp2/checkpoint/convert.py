@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp2.checkpoint.files.drafts import get_path, is_local
-from lightning_fsdp2.checkpoint.find import find_checkpoint, resolve_checkpoint
+from lightning_fsdp2.checkpoint.files.paths import resolve_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.formats.directory import read_directory
 from lightning_fsdp2.checkpoint.formats.single_file import read_file, write_file_alone
 from lightning_fsdp2.checkpoint.state import number_parameters

@@ -1,8 +1,6 @@
 """Find a checkpoint by its path, and check that it is complete."""
 
 import json
-import zipfile
-from pathlib import Path
 from typing import Any
 
 from lightning_fsdp2.checkpoint.files.chunks import (
@@ -11,17 +9,17 @@ from lightning_fsdp2.checkpoint.files.chunks import (
     describe_file,
     raise_damaged,
 )
-from lightning_fsdp2.checkpoint.files.drafts import SUMMARY_FILE, AnyPath, clean_folder, get_path, is_local
+from lightning_fsdp2.checkpoint.files.drafts import METADATA_FILE, SUMMARY_FILE, AnyPath, is_local
+from lightning_fsdp2.checkpoint.files.paths import SMALL_FILES, check_is_checkpoint, raise_missing
 from lightning_fsdp2.checkpoint.files.storage import (
     CheckpointReader,
     RefusedError,
     make_damage_error,
     make_trust_error,
 )
-from lightning_fsdp2.checkpoint.formats.directory import EXTRA_STATES_KEY, FORMAT_VERSION, METADATA_FILE
+from lightning_fsdp2.checkpoint.formats.directory import EXTRA_STATES_KEY, FORMAT_VERSION
 
-_SMALL_FILES = (".metadata", METADATA_FILE)
-_CHECKED_FILES = (*_SMALL_FILES, CHECKSUMS_FILE)
+_CHECKED_FILES = (*SMALL_FILES, CHECKSUMS_FILE)
 """Small files that are compared with their checksums each time a checkpoint is opened."""
 
 
@@ -33,30 +31,9 @@ def find_checkpoint(path: str | AnyPath, *, trust: bool = False) -> AnyPath:
         ValueError: When the checkpoint is incomplete, when its format is unknown or is from a later version of this
             package, or when one of its small files is damaged.
     """
-    found = resolve_checkpoint(path)
+    found = check_is_checkpoint(path)
     if found.is_dir():
         _check_complete(found, trust)
-    elif is_local(found) and not _is_archive(found):
-        raise ValueError(
-            f"{str(path)!r} is truncated, or was not written by `torch.save`; use an earlier checkpoint, or save"
-            " its content with `torch.save`."
-        )
-    return found
-
-
-def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
-    """Return the path of a checkpoint with links resolved, without checking that it is complete.
-
-    Raises:
-        FileNotFoundError: When there is no checkpoint.
-    """
-    found = get_path(path)
-    if is_local(found):
-        if not found.exists():
-            clean_folder(found.parent)  # restore the checkpoint if a process died while replacing it
-        found = found.resolve()
-    if not found.exists():
-        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
     return found
 
 
@@ -88,31 +65,15 @@ def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
         return False
 
 
-def _is_archive(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # raised for a damaged file that looks like a multi-part archive
-        return False
-
-
 def _check_complete(path: AnyPath, trust: bool) -> None:
-    if any(path.glob("*.safetensors")) and not (path / ".metadata").exists():
-        raise ValueError(
-            f"{str(path)!r} is the directory of a Hugging Face model, which holds weights only: pass it to"
-            " CausalLM(pretrained=...) or `lightning_fsdp2.models.from_pretrained`."
-        )
     _check_version(path)
     files = get_files(path)
     sizes = {name: info["bytes"] for name, info in files.items()}
-    missing = _get_missing(path, {**dict.fromkeys(_SMALL_FILES, 1), **sizes})
+    missing = _get_missing(path, {**dict.fromkeys(SMALL_FILES, 1), **sizes})
     if not missing:
         raise_damaged(path, find_damaged(path, {name: files[name] for name in _CHECKED_FILES if name in files}))
         missing = _get_missing(path, _get_sizes(path, trust))
-    if missing:
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. The checkpoint"
-            " was only partly copied, or the process that wrote it died; use an earlier checkpoint."
-        )
+    raise_missing(path, missing)
 
 
 def _check_version(path: AnyPath) -> None:

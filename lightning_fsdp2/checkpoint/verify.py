@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from lightning_fsdp2.checkpoint.files.chunks import CHECKSUM, raise_damaged, read_checksums
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath
+from lightning_fsdp2.checkpoint.files.paths import resolve_checkpoint
 from lightning_fsdp2.checkpoint.files.storage import CheckpointReader
-from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files, resolve_checkpoint
+from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files
 from lightning_fsdp2.ranks.coordination import gather_objects, get_rank, on_every_rank
 
 _BLOCK_SIZE = 1 << 20

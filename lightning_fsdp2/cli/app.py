@@ -15,24 +15,33 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_fsdp2._refusals import get_message, get_message_of_cause, has_mistake, is_mistake
 from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.callbacks.model_summary import ModelSummary
-from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
+from lightning_fsdp2.cli.commands import READ_CONFIG, SUMMARIES
 from lightning_fsdp2.cli.completion import build_completion
 from lightning_fsdp2.cli.errors import wants_traceback
-from lightning_fsdp2.cli.parser import PROGRAM, add_commands, run_command
+from lightning_fsdp2.cli.help import USAGES
 from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.cli.run_parser import RunParser
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
-from lightning_fsdp2.compat.argparse import get_option, get_subcommands, set_summaries
+from lightning_fsdp2.compat.argparse import get_option, get_subcommands, list_flags, move_last_group_up, set_summaries
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI"]
 
+_DESCRIPTION = "Train any LightningModule with sharded weights, configured in YAML."
 _COMPLETION = "--print_completion"
 
-_STRATEGY_HELP = (
-    f"How the model is spread over the ranks: {', '.join(STRATEGIES)}, a strategy of Lightning, or a class path. Give"
-    " options of the strategy as --trainer.strategy.OPTION, or under init_args in YAML."
-)
+_HELP = {
+    "--trainer.strategy": (
+        f"How the model is spread over the ranks: {', '.join(STRATEGIES)}, a strategy of Lightning, or a class path."
+        " Give options of the strategy as --trainer.strategy.OPTION, or under init_args in YAML."
+    ),
+    "--seed_everything": "Seed of the random numbers. True stands for PL_GLOBAL_SEED or 0, and False sets none.",
+    "--ckpt_path": 'Path of a checkpoint to load, or "last" for the newest.',
+    "--weights_only": (
+        "Whether only tensors and plain values may be loaded, as in torch.load. Null leaves it to the strategy."
+    ),
+}
+"""Texts in place of those of Lightning, by option."""
 
 
 def _print_completion(parser: Any, arguments: list[str]) -> None:
@@ -66,12 +75,11 @@ class FSDP2CLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, *, run: bool = True) -> None:
-        usages = {name: f"lightning-fsdp2 {name} --config FILE [--OPTION VALUE ...]" for name in SUMMARIES}
-        commands = {name: {"description": SUMMARIES[name], "usage": usages[name]} for name in SUMMARIES}
+        commands = {name: {"description": SUMMARIES[name], "usage": USAGES[name]} for name in READ_CONFIG}
         super().__init__(
             save_config_kwargs={"overwrite": True},
             trainer_class=CLITrainer,
-            parser_kwargs={**PROGRAM, **(commands if run else {})},
+            parser_kwargs={"description": _DESCRIPTION, **(commands if run else {})},
             parser_class=RunParser,
             auto_configure_optimizers=False,
             args=args,
@@ -86,23 +94,25 @@ class FSDP2CLI(LightningCLI):
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Add the package's own commands after those of Lightning."""
+        """Set the texts that the help shows for Lightning's commands and their options."""
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
         if not add_subcommands:
             return
         subcommands = get_subcommands(self.parser)
         set_summaries(subcommands, SUMMARIES)
-        add_commands(subcommands, RunParser)
+        for name, parser in subcommands.choices.items():
+            move_last_group_up(parser, f"Options of {name}")
+            for option in _HELP.keys() & set(list_flags(parser)):
+                get_option(parser, option).help = _HELP[option]
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """List the strategies in the help, and shorten the heading of each group of options to one line."""
+        """Shorten the heading of each group of options to one line."""
         super().add_core_arguments_to_parser(parser)
         for name in ("trainer", "model", "data"):
             cast(Any, parser).groups[name].title = f"Options of the {name}"
-        get_option(parser, "--trainer.strategy").help = _STRATEGY_HELP
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments. If they ask for shell completion or a command for checkpoints, do that and exit."""
+        """Parse the arguments. If they ask for shell completion, print the script and exit."""
         given = list(sys.argv[1:] if args is None else cast(Any, args))
         if given and str(given[0]).startswith(_COMPLETION):
             _print_completion(parser, [str(argument) for argument in given])
@@ -113,8 +123,6 @@ class FSDP2CLI(LightningCLI):
             parser.error(f"seed_everything={seed} must be from 0 to {(1 << 32) - 1}.")
         if name in WITHOUT_RUN:
             self.config[name].seed_everything = False  # no random number is drawn
-        if name in COMMANDS:
-            run_command(parser, name, self.config[name])
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing, so that the model keeps its configured arguments, whatever arguments the checkpoint holds.

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from lightning_fsdp2._suggestions import list_options
-from lightning_fsdp2.cli.commands import QUICKSTART, SUMMARIES
+from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
+from lightning_fsdp2.cli.parser import make_parser
 from lightning_fsdp2.compat.argparse import get_subcommands, list_flags
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -26,7 +27,7 @@ def build_completion(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return the completion script of the program for a shell.
 
     Args:
-        parser: Parser of the program with all commands.
+        parser: Parser of the commands that read a config.
         shell: One of :data:`SHELLS`.
 
     Raises:
@@ -40,11 +41,12 @@ def build_completion(parser: argparse.ArgumentParser, shell: str) -> str:
         raise ValueError("print_completion needs shtab; run `pip install shtab`.") from error
     program = argparse.ArgumentParser(prog="lightning-fsdp2")
     subparsers = program.add_subparsers()
-    commands = dict(get_subcommands(parser).choices)
+    runs = dict(get_subcommands(parser).choices)
+    commands = {**runs, "quickstart": runs["fit"], **{name: make_parser(name) for name in COMMANDS}}
     own = list(dict.fromkeys(_list_own_flags()))
-    for name, command in {**commands, "quickstart": commands["fit"]}.items():
+    for name, command in commands.items():
         flags = list_flags(command)
-        bare = subparsers.add_parser(name, help=SUMMARIES.get(name, QUICKSTART if name == "quickstart" else None))
+        bare = subparsers.add_parser(name, help=SUMMARIES[name])
         for flag in dict.fromkeys([*flags, *(own if "--trainer.strategy" in flags else ())]):
             if flag not in ("-h", "--help"):
                 bare.add_argument(flag)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import sys
+from typing import NoReturn
 
 _HEADINGS = (
     "Does not validate against",
@@ -34,6 +36,16 @@ def is_first_of_node() -> bool:
     launched = {"WORLD_SIZE", "SLURM_LOCALID"} & os.environ.keys()  # else LOCAL_RANK is left from something else
     rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     return not launched or rank == "0" or not rank.isdecimal()
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """Write one line about a mistake, and end the process with code 2.
+
+    All ranks have the same error, so one rank per node writes it.
+    """
+    if is_first_of_node():
+        sys.stderr.write(f"error: {message}\n")
+    sys.exit(2)
 
 
 def summarize(message: str) -> str:

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from typing import NoReturn
 
 import lightning_fsdp2
-from lightning_fsdp2.cli.commands import SUMMARIES
-from lightning_fsdp2.cli.completion import SHELLS
-from lightning_fsdp2.cli.parser import PROGRAM, CommandParser, add_commands, run_command
+from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
+from lightning_fsdp2.cli.errors import exit_with_error
+from lightning_fsdp2.cli.help import find_page
 from lightning_fsdp2.cli.progress import show_progress
 
 
@@ -24,13 +24,31 @@ def main(args: Sequence[str] | None = None) -> None:
             the end of a command for checkpoints.
     """
     arguments = list(sys.argv[1:] if args is None else args)
-    if not _reads_config(arguments):
-        _run_without_config(arguments)
+    page = (
+        f"lightning-fsdp2 {lightning_fsdp2.__version__}\n" if arguments[:1] == ["--version"] else find_page(arguments)
+    )
+    if page is not None:
+        sys.stdout.write(page)
+        sys.exit(0)
+    command = arguments[0]
+    if command in COMMANDS:
+        from lightning_fsdp2.cli.parser import run_command  # imported here, because it imports jsonargparse
+
+        run_command(command, arguments[1:])
+    if command not in SUMMARIES and not command.startswith("-"):  # options may stand before a command
+        _refuse(command)
     _check_variables()
-    is_long = arguments[:1] == ["plan"]
+    is_long = command == "plan"
     with show_progress("importing torch, Lightning and transformers") if is_long else nullcontext():
         from lightning_fsdp2.cli.app import run
     run(args)
+
+
+def _refuse(command: str) -> NoReturn:
+    from lightning_fsdp2._suggestions import suggest  # imported here, because it is needed for nothing else
+
+    names = ", ".join(repr(name) for name in SUMMARIES)
+    exit_with_error(f"there is no command {command!r}; use one of {names}{suggest(command, SUMMARIES, cutoff=0.65)}")
 
 
 def _check_variables() -> None:
@@ -38,22 +56,4 @@ def _check_variables() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "PL_GLOBAL_SEED"):
         value = os.environ.get(name)
         if value and not value.isdecimal():
-            CommandParser(**PROGRAM).error(f"{name}={value!r} is not a number; set it to one, or unset it.")
-
-
-def _reads_config(arguments: list[str]) -> bool:
-    """Return whether the arguments are for a command that reads a config. Options may stand before such a command."""
-    commands = {*SUMMARIES, "quickstart"}
-    first = arguments[0] if arguments else "--help"
-    return first in commands or (first.startswith("-") and first not in ("-h", "--help", "--version"))
-
-
-def _run_without_config(arguments: list[str]) -> NoReturn:
-    parser = CommandParser(**PROGRAM, version=f"lightning-fsdp2 {lightning_fsdp2.__version__}")
-    parser.add_argument("--print_completion", choices=SHELLS, help="Print a script for completion in a shell and exit.")
-    subcommands = parser.add_subcommands()
-    for name, summary in SUMMARIES.items():
-        subcommands.add_subcommand(name, CommandParser(), help=summary)
-    add_commands(subcommands, CommandParser)
-    config = parser.parse_args(arguments or ["--help"])
-    run_command(parser, config.subcommand, config[config.subcommand])
+            exit_with_error(f"{name}={value!r} is not a number; set it to one, or unset it.")

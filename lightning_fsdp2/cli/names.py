@@ -25,7 +25,7 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
     In ``--trainer.strategy NAME``, a short name becomes a class path with options. If NAME is a class path, the flag
     becomes ``--trainer.strategy.class_path``, because Lightning would treat a class path without options as a short
     name (https://github.com/Lightning-AI/pytorch-lightning/issues/19682). Options of commands may be written with
-    hyphens, such as ``--world-size``.
+    hyphens, such as ``--world-size``. ``--help=all`` becomes jsonargparse's ``--help``.
     """
     expanded: list[str] = []
     for argument in args:
@@ -34,6 +34,7 @@ def expand_arguments(args: Sequence[str]) -> list[str]:
             argument = f"--{flag[2:].replace('-', '_')}{equals}{value}"
         if expanded[-1:] == [_FLAG]:
             argument = f"{expanded.pop()}={argument}"
+        argument = "--help" if argument == "--help=all" else argument
         flag, _, name = argument.partition("=")
         if flag == _FLAG and _is_class_path(name):
             flag = f"{_FLAG}.class_path"

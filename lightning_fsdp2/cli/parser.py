@@ -2,53 +2,59 @@
 
 import re
 from argparse import Action
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from lightning_fsdp2.cli.commands import COMMANDS, QUICKSTART
-from lightning_fsdp2.cli.errors import is_first_of_node, summarize, wants_traceback
+from lightning_fsdp2.cli.commands import COMMANDS
+from lightning_fsdp2.cli.errors import exit_with_error, summarize, wants_traceback
+from lightning_fsdp2.cli.help import USAGE
 from lightning_fsdp2.cli.names import get_hint
 from lightning_fsdp2.compat.argparse import list_names
-
-PROGRAM = {
-    "prog": "lightning-fsdp2",
-    "usage": "lightning-fsdp2 COMMAND [--OPTION VALUE ...]",
-    "description": "Train any LightningModule with sharded weights, configured in YAML, and manage its checkpoints.",
-}
 
 _LIGHTNINGS_STRATEGY_ERROR = re.compile(r"You selected an invalid strategy name: `strategy=('.*?')`.*", re.DOTALL)
 _LAZY_ERROR = re.compile(r"No (lightning_fsdp2[\w.]*) attribute (\w+)")
 _EMPTY_ERROR = re.compile(r"Unexpected config:\s*(None|null)?\s*$")
-_COMMAND_ERROR = re.compile(r"argument subcommand: invalid choice: ('.*?') \(choose from (.*)\)")
 _TARGET_HINT = " (_target_ is an earlier spelling: use class_path, or a plain mapping for a config or policy)"
+
+
+_ROLE = re.compile(r":[\w:]+:`(?:~[\w.]*\.)?")
+_LINK = re.compile(r"`([^`<]+) <[^>]*>`_+")
 
 
 class HelpFormatter(DefaultHelpFormatter):
     """Help formatter that leaves out markup and the lists of known subclasses, which ``--OPTION.help`` prints."""
 
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(heading and _remove_markup(heading))
+
+    def add_text(self, text: str | None) -> None:
+        super().add_text(text and _remove_markup(text))
+
     def _get_help_string(self, action: Action) -> str:
         text = super()._get_help_string(action)
-        return re.sub(r",? ?known subclasses: [^)]*", "", text).replace("``", "").replace(" ()", "")
+        return re.sub(r",? ?known subclasses: [^)]*", "", _remove_markup(text)).replace(" ()", "")
+
+
+def _remove_markup(text: str) -> str:
+    """Replace the markup of reStructuredText with what a reader of the rendered text sees."""
+    return _LINK.sub(r"\1", _ROLE.sub("`", text)).replace("`", "")
 
 
 class CommandParser(ArgumentParser):
     """Argument parser that reports each mistake in a single line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})
+        super().__init__(*args, **{"usage": USAGE, "formatter_class": HelpFormatter, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if self.exit_on_error and not wants_traceback():
-            if not is_first_of_node():
-                self.exit(2)  # all ranks have the same error, so one rank per node prints it
             message = _LIGHTNINGS_STRATEGY_ERROR.sub(r"trainer.strategy: there is no strategy \1", message)
             message = _LAZY_ERROR.sub(r"module '\1' has no attribute '\2'", message)
             message = _EMPTY_ERROR.sub("the config is empty; write its options, or leave --config out", message)
             hint = _TARGET_HINT if "'_target_'" in message else get_hint(message, self._list_options())
-            message = _COMMAND_ERROR.sub(r"there is no command \1; use one of \2", message)
-            self.exit(2, f"error: {summarize(message)}{hint}\n")
+            exit_with_error(f"{summarize(message)}{hint}")
         super().error(message, ex)
 
     def _list_options(self) -> set[str]:
@@ -56,20 +62,22 @@ class CommandParser(ArgumentParser):
         return list_names((self, *commands))
 
 
-def add_commands(subcommands: Any, make_parser: Callable[..., ArgumentParser]) -> None:
-    """Add the package's own commands to the subcommands of a parser."""
-    subcommands.add_subcommand("quickstart", make_parser(description=QUICKSTART), help=QUICKSTART)
-    for name, command in COMMANDS.items():
-        summary = (command.__doc__ or "").partition("\n")[0].replace("``", "")
-        parser = make_parser(description=summary)
-        parser.add_function_arguments(command, as_group=False, as_positional=True)
-        subcommands.add_subcommand(name, parser, help=summary)
+def make_parser(command: str) -> CommandParser:
+    """Make the parser of a command for checkpoints."""
+    parser = CommandParser()
+    parser.add_function_arguments(COMMANDS[command], as_group=False, as_positional=True)
+    return parser
 
 
-def run_command(parser: ArgumentParser, name: str, options: Any) -> NoReturn:
+def run_command(command: str, arguments: Sequence[str]) -> NoReturn:
     """Run a command for checkpoints and exit. Print one line for an error that the user can fix."""
+    parser = make_parser(command)
+    options = parser.parse_args(arguments)
+    from lightning_fsdp2.checkpoint.files.paths import check_is_checkpoint  # imported only now, because it takes long
+
     try:
-        COMMANDS[name](**options)
+        check_is_checkpoint(options.path)  # before torch is imported
+        COMMANDS[command](**options)
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(str(error), error)
     parser.exit(0)

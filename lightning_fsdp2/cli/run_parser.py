@@ -11,7 +11,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_fsdp2.cli.commands import SUMMARIES
+from lightning_fsdp2.cli.commands import READ_CONFIG
 from lightning_fsdp2.cli.names import expand_arguments, expand_yaml
 from lightning_fsdp2.cli.parser import CommandParser
 from lightning_fsdp2.cli.unique_keys import refuse_repeated_keys
@@ -40,7 +40,7 @@ class RunParser(CommandParser, LightningArgumentParser):
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Namespace:
         try:
-            content = expand_yaml(content, SUMMARIES)
+            content = expand_yaml(content, READ_CONFIG)
         except ValueError as error:
             self.error(f"{path or 'the config'}, {error}", error)
         return super().parse_string(content, path, *args, **kwargs)

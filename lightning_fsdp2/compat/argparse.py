@@ -19,6 +19,13 @@ def set_summaries(subcommands: Any, summaries: Mapping[str, str]) -> None:
         action.help = summaries[action.dest]
 
 
+def move_last_group_up(parser: argparse.ArgumentParser, title: str) -> None:
+    """Give the last group of options a title, and let ``--help`` show it before all other groups that were added."""
+    *others, last = parser._action_groups
+    last.title = title
+    parser._action_groups = [*others[:2], last, *others[2:]]  # after argparse's own groups of arguments and options
+
+
 def get_option(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
     """Return the option of ``parser`` that is spelled ``name`` on the command line, such as ``--trainer.strategy``."""
     return parser._option_string_actions[name]

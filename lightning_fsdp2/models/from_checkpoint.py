@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
+from lightning_fsdp2.checkpoint.files.drafts import METADATA_FILE
 from lightning_fsdp2.checkpoint.files.storage import load_pickled
 from lightning_fsdp2.checkpoint.find import find_checkpoint
-from lightning_fsdp2.checkpoint.formats.directory import METADATA_FILE
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, put_back_frozen
 from lightning_fsdp2.checkpoint.whole import read_descriptions
 from lightning_fsdp2.compat.lightning import load_from_state, migrate_checkpoint

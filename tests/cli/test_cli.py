@@ -667,9 +667,9 @@ def test_what_cannot_be_described_is_one_line(flags, error, tmp_path, capsys, mo
 
 
 @pytest.mark.usefixtures("_restored_settings")
-def test_help_fits_100_columns(monkeypatch, capsys):
+def test_all_options_fit_100_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    for args in (["--help"], ["fit", "--help"], ["describe", "--help"]):
+    for args in (["fit", "--help=all"], ["describe", "--help=all"]):
         with pytest.raises(SystemExit):
             main(args)
         lines = capsys.readouterr().out.splitlines()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +14,25 @@ from lightning_fsdp2.cli import main
 try:
     main()
 finally:
-    sys.stderr.write(f"torch: {'torch' in sys.modules}")
+    slow = {"torch", "lightning", "transformers"} & set(sys.modules)
+    sys.stderr.write(f"{sorted(slow)} {len(sys.modules)}")
 """
+WITHOUT_TORCH = "[]"
+JSONARGPARSE = "import sys, jsonargparse; sys.stderr.write(f'[] {len(sys.modules)}')"
+"""Import of the package that every LightningCLI needs."""
 
 
-def run(*args: str) -> tuple[int, str, list[str]]:
-    result = subprocess.run([sys.executable, "-c", RUN, *args], capture_output=True, text=True)
-    return result.returncode, result.stdout, result.stderr.splitlines()
+def run(*args: str, code: str = RUN) -> tuple[int, str, list[str], str, int]:
+    """Return the exit code, the output, the messages, the slow packages among the modules, and how many those are."""
+    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    *messages, last = result.stderr.splitlines()
+    slow, _, modules = last.rpartition(" ")
+    return result.returncode, result.stdout, messages, slow, int(modules)
+
+
+@pytest.fixture(scope="module")
+def modules_of_jsonargparse() -> int:
+    return run(code=JSONARGPARSE)[-1]
 
 
 @pytest.mark.parametrize(
@@ -30,28 +43,46 @@ def run(*args: str) -> tuple[int, str, list[str]]:
         (["--version"], f"lightning-fsdp2 {lightning_fsdp2.__version__}"),
         (["verify", "--help"], "A directory or a single file."),
         (["export", "--help"], "Largest size of a file"),
+        (["fit", "--config", "run.yaml", "--help"], "--trainer.strategy.tp_size"),
+        (["plan", "-h"], "--search FILE"),
     ],
 )
-def test_help_does_not_import_torch(args: list[str], shown: str) -> None:
-    code, output, messages = run(*args)
+def test_help_imports_less_than_jsonargparse(args: list[str], shown: str, modules_of_jsonargparse: int) -> None:
+    code, output, messages, slow, modules = run(*args)
     assert code == 0
     assert shown in output
-    assert messages == ["torch: False"]
+    assert messages == []
+    assert slow == WITHOUT_TORCH
+    assert modules < modules_of_jsonargparse / 2
+
+
+def test_a_misspelt_command_imports_less_than_jsonargparse(modules_of_jsonargparse: int) -> None:
+    code, output, [message], slow, modules = run("fti", "--config", "run.yaml")
+    assert (code, output) == (2, "")
+    assert message.startswith("error: there is no command 'fti'; use one of 'fit', ")
+    assert message.endswith("did you mean 'fit'?")
+    assert slow == WITHOUT_TORCH
+    assert modules < modules_of_jsonargparse
 
 
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["fti", "--config", "run.yaml"], "there is no command 'fti'; use one of 'fit', "),
-        (["verify"], "the following arguments are required: verify.path"),
+        (["verify"], "the following arguments are required: path"),
         (["verify", "a", "--trst_checkpoint=true"], "did you mean 'trust_checkpoint'?"),
         (["consolidate", "a", "b", "--with_optimizers=maybe"], "maybe"),
+        (["verify", "{}/absent"], "There is no checkpoint "),
+        (["verify", "{}/text.txt"], "was not written by `torch.save`"),
+        (["consolidate", "{}", "{}/whole.ckpt"], "is incomplete: .metadata, meta.pt is missing"),
+        (["export", "{}/model", "{}/exported"], "is the directory of a Hugging Face model"),
     ],
 )
-def test_a_typing_error_does_not_import_torch(args: list[str], error: str) -> None:
-    code, output, messages = run(*args)
+def test_a_mistake_does_not_import_torch(args: list[str], error: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "text.txt").write_text("no checkpoint")
+    code, output, [message], slow, _ = run(*(arg.format(tmp_path) for arg in args))
     assert (code, output) == (2, "")
-    line, torch = messages
-    assert line.startswith("error: ")
-    assert error in line
-    assert torch == "torch: False"
+    assert message.startswith("error: ")
+    assert error in message
+    assert slow == WITHOUT_TORCH

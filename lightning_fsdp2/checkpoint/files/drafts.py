@@ -31,7 +31,7 @@ from upath import UPath
 
 AnyPath: TypeAlias = Path | UPath
 
-SUMMARY_FILE = "meta.json"
+SUMMARY_FILE, METADATA_FILE = "meta.json", "meta.pt"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -43,7 +43,7 @@ _OLD_REPLACED = "replaced"
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
-_PARTS = (".metadata", "meta.pt", SUMMARY_FILE)
+_PARTS = (".metadata", METADATA_FILE, SUMMARY_FILE)
 _PART_SUFFIX = ".distcp"
 _ARCHIVE = b"PK\x03\x04"
 _FIRST_RECORD = b"/data.pkl"

@@ -38,6 +38,7 @@ from torch.distributed.tensor import empty as distributed_empty
 
 from lightning_fsdp2.checkpoint.files.chunks import CHECKSUMS_FILE, describe_bytes, describe_file
 from lightning_fsdp2.checkpoint.files.drafts import (
+    METADATA_FILE,
     SUMMARY_FILE,
     AnyPath,
     Draft,
@@ -66,8 +67,6 @@ FORMAT_VERSION = 3
 
 Checkpoints with a higher version are refused.
 """
-
-METADATA_FILE = "meta.pt"
 
 SHARDED_KEY = "metadata"
 """DCP key of the DTensors that were taken out of the content of ``meta.pt``, such as averaged weights."""

@@ -1,0 +1,78 @@
+"""Find a checkpoint by its path, and refuse a path at which there is none. This needs no torch."""
+
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+
+from lightning_fsdp2.checkpoint.files.drafts import (
+    METADATA_FILE,
+    SUMMARY_FILE,
+    AnyPath,
+    clean_folder,
+    get_path,
+    is_local,
+)
+
+SMALL_FILES = (".metadata", METADATA_FILE)
+"""Files that every checkpoint directory has."""
+
+
+def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
+    """Return the path of a checkpoint with links resolved, without checking that it is complete.
+
+    Raises:
+        FileNotFoundError: When there is nothing at the path.
+    """
+    found = get_path(path)
+    if is_local(found):
+        if not found.exists():
+            clean_folder(found.parent)  # restore the checkpoint if a process died while replacing it
+        found = found.resolve()
+    if not found.exists():
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}.")
+    return found
+
+
+def check_is_checkpoint(path: str | AnyPath) -> AnyPath:
+    """Refuse a file or a directory that is no checkpoint, and return the path of any other with links resolved.
+
+    Raises:
+        FileNotFoundError: When there is nothing at the path.
+        ValueError: When something else is there.
+    """
+    found = resolve_checkpoint(path)
+    if not found.is_dir():
+        if is_local(found) and not _is_archive(found):
+            raise ValueError(
+                f"{str(path)!r} is truncated, or was not written by `torch.save`; use an earlier checkpoint, or save"
+                " its content with `torch.save`."
+            )
+        return found
+    if any(found.glob("*.safetensors")) and not (found / ".metadata").exists():
+        raise ValueError(
+            f"{str(found)!r} is the directory of a Hugging Face model, which holds weights only: pass it to"
+            " CausalLM(pretrained=...) or `lightning_fsdp2.models.from_pretrained`."
+        )
+    if not (found / SUMMARY_FILE).exists():  # Lightning and torch write none, and those of this package list all files
+        raise_missing(found, [name for name in SMALL_FILES if not (found / name).exists()])
+    return found
+
+
+def raise_missing(path: AnyPath, missing: Collection[str]) -> None:
+    """Raise an error if a checkpoint lacks files.
+
+    Raises:
+        ValueError: When there are names in ``missing``.
+    """
+    if missing:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. The checkpoint"
+            " was only partly copied, or the process that wrote it died; use an earlier checkpoint."
+        )
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # raised for a damaged file that looks like a multi-part archive
+        return False
