@@ -11,11 +11,17 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_fsdp2._refusals import get_message, get_message_of_cause, has_mistake, is_mistake
+from lightning_fsdp2._refusals import (
+    get_message,
+    get_message_of_cause,
+    has_mistake,
+    is_mistake,
+    is_of_package,
+)
 from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
 from lightning_fsdp2.cli.completion import build_completion
-from lightning_fsdp2.cli.errors import wants_traceback
+from lightning_fsdp2.cli.errors import name_options, wants_traceback
 from lightning_fsdp2.cli.parser import PROGRAM, add_commands, run_command
 from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.cli.run_parser import RunParser
@@ -150,7 +156,7 @@ class FSDP2CLI(LightningCLI):
         except Exception as error:
             if not has_mistake(error):  # a bug keeps its traceback
                 raise
-            self._parser(self.subcommand).error(get_message_of_cause(error), error)
+            self._report(error, get_message_of_cause(error))
 
     def _instantiate_without_run(self) -> None:
         """Create model, data and trainer for ``describe`` or ``plan``, which need no weights, files or devices."""
@@ -175,4 +181,10 @@ class FSDP2CLI(LightningCLI):
         except Exception as error:
             if wants_traceback() or not is_mistake(error):
                 raise
-            self._parser(subcommand).error(get_message(error), error)
+            self._report(error, get_message(error))
+
+    def _report(self, error: Exception, message: str) -> None:
+        """End with one line about a mistake. If a library found it, name the options that it is about."""
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        options = "" if is_of_package(error) else name_options(message, config)
+        self._parser(self.subcommand).error(f"{message}{options}", error)

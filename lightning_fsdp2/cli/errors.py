@@ -2,19 +2,23 @@
 
 import os
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lightning_fsdp2.cli.expected import describe_type_error, is_about_type
 
 _HEADINGS = (
     "Does not validate against",
-    "Subtypes: ",
     "Errors:",
     "Problem with given class_path",
     "Given value type: ",
-    "Not a valid subclass of",
     "Subclass types expect one of:",
     "a class path (str)",
     "a dict with",
 )
-_NO_PATH = "Expected a dot import path string: "
+_NESTED = re.compile(r"NestedArg\(key='(.*?)', val=(.*)\)")
 # words that jsonargparse adds to errors about a class that is instantiated after parsing, such as an optimizer
 _CALLABLE = re.compile(
     r"Type typing\.Callable\[.*\] expects a function or a callable class: |\. Got value: Namespace\(.*\)"
@@ -43,9 +47,11 @@ def summarize(message: str) -> str:
     about the member that the given value came closest to.
     """
     if "Does not validate against" not in message:
-        return re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(message.split()))
+        option, colon, reason = re.sub(r'^Parser key "([^"]+)":', r"\1:", " ".join(message.split())).partition(": ")
+        return describe_type_error(option, "", [reason]) if is_about_type(reason) else f"{option}{colon}{reason}"
     keys: dict[int, str] = {}
     reasons: list[str] = []
+    types: dict[int, str] = {}
     deepest, option, value = -1, "", ""
     for line in message.splitlines():
         text = line.lstrip(" ").removeprefix("- ")
@@ -54,20 +60,51 @@ def summarize(message: str) -> str:
             keys = {outer: name for outer, name in keys.items() if outer < depth} | {depth: key[1]}
         elif text.startswith("Given value: "):
             value = value or text.removeprefix("Given value: ")
-        elif not text.startswith(_HEADINGS) and depth >= deepest:
+        elif text.startswith("Subtypes: "):
+            types[depth] = text
+        elif text and not text.startswith(_HEADINGS) and depth >= deepest:
             if depth > deepest:
                 option = ".".join(name for outer, name in keys.items() if outer < depth)
                 deepest, reasons, value = depth, [], ""
             reasons.append(text)
-    reasons = [reason for reason in reasons if reason != "Expected a <class 'NoneType'>"]
-    numbers = {"Expected a <class 'float'>", "Expected a <class 'int'>"}
-    if paths := [reason.removeprefix(_NO_PATH) for reason in reasons if reason.startswith(_NO_PATH)]:
-        kind = "number" if numbers.intersection(reasons) else "class path"
-        reasons = [f"{path!r} is not a {kind}" for path in paths]
     # if a value has the right type but the wrong content, it does not help to list the other expected types
-    reasons = [reason for reason in reasons if not reason.startswith("Expected ")] or reasons
-    summary = ", or: ".join(dict.fromkeys(reasons))
-    if all(reason.startswith("Expected ") for reason in reasons) and "Got value: " not in summary:
-        summary += f". Got value: {value}"
-    summary = _CALLABLE.sub("", summary)
+    others = [reason for reason in reasons if not is_about_type(reason)]
+    if not others:
+        given = _NESTED.fullmatch(value)
+        return describe_type_error(option, given[2] if given else value, reasons, types.get(deepest - 4, ""))
+    summary = _CALLABLE.sub("", ", or: ".join(dict.fromkeys(others)))
     return f"{option}: {summary}" if option else summary
+
+
+def name_options(message: str, config: Namespace) -> str:
+    """Return the options that a library's message is about, each with its value, to append to the message.
+
+    These are the options whose value the message quotes, and the options of the Trainer that it names, since it rarely
+    says both.
+    """
+    found = []
+    for option, value in _walk(config):
+        name = option.rpartition(".")[2]
+        is_quoted = isinstance(value, str) and len(value) > 2 and _has_word(message, value)
+        is_named = option.startswith("trainer.") and value is not None and f"`{name}`" in message
+        if is_quoted or is_named:
+            found.append(f"{option}={value!r}")
+    return f" (the config has {', '.join(found)})" if found else ""
+
+
+def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each option in a config. The levels of ``init_args`` are left out."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _walk(part, name if key == "init_args" else f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list) and any(isinstance(part, Mapping | Namespace) for part in value):
+        for part in value:
+            yield from _walk(part, name)
+    else:
+        yield name, value
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-]|\.\w)", text) is not None
