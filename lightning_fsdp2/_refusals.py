@@ -45,6 +45,12 @@ def is_refusal(error: BaseException) -> bool:
     return is_raised and str(frame.f_globals.get("__name__")).startswith(_REFUSERS)
 
 
+def is_of_package(error: BaseException) -> bool:
+    """Return whether this package raised ``error`` or a cause of it, with a message that names the options itself."""
+    frames = [[frame for frame, _ in walk_tb(cause.__traceback__)] for cause in _list_causes(error)]
+    return any(each and _is_ours(each[-1]) for each in frames)
+
+
 def is_mistake(error: BaseException) -> bool:
     """Return whether ``error`` is probably a mistake of the user: a refusal, or an error of a library before any step.
 
@@ -107,4 +113,5 @@ def get_message(error: BaseException) -> str:
         return str(error)
     *_, (frame, _) = walk_tb(error.__traceback__)
     source = frame.f_globals.get("__name__")
-    return f"{type(error).__name__}: {error} (raised by {source}; JSONARGPARSE_DEBUG=true shows where)"
+    message = str(error).partition("Exception raised from")[0].rstrip()  # without the frames of C++
+    return f"{type(error).__name__}: {message} (raised by {source}; JSONARGPARSE_DEBUG=true shows where)"

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {"class_path": "lightning_fsdp2.FSDP2Strategy"},
@@ -21,6 +21,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """YAML form of each strategy, by short name. The command line adds the user's options to this form."""
 
 _LIGHTNINGS_REGISTRY = "lightning.pytorch.strategies"
+_FABRICS_REGISTRY = "lightning.fabric.strategies"
 
 
 def register_with_lightning() -> None:
@@ -61,6 +62,18 @@ def _register(lightnings: ModuleType) -> None:
     for name, strategy in STRATEGIES.items():
         if name not in registry:
             registry.register(name, partial(_create, **strategy), description=strategy["class_path"])
+    fabrics = import_module(_FABRICS_REGISTRY).STRATEGY_REGISTRY  # Lightning's strategies have imported it
+    for name in STRATEGIES:
+        if name not in fabrics:
+            fabrics.register(name, partial(_refuse_in_fabric, name), description="Only for the Trainer.")
+
+
+def _refuse_in_fabric(name: str) -> NoReturn:
+    manager = STRATEGIES[name]["class_path"].replace("Strategy", "Manager")
+    raise ValueError(
+        f"Fabric(strategy={name!r}) is not supported: the strategies of lightning_fsdp2 are for Lightning's Trainer."
+        f" Use it, or shard the model in a loop of your own with {manager}, as examples/plain_loop.py does."
+    )
 
 
 def _create(class_path: str, init_args: dict[str, Any] | None = None) -> Any:

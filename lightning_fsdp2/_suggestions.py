@@ -57,6 +57,9 @@ _ELSEWHERE = {
 """Names of options in other software, each with the name of the option that does the same here."""
 
 
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def find_nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the one of ``words`` that ``word`` was probably meant to be, or None.
 
@@ -72,6 +75,8 @@ def find_nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str
     here = _ELSEWHERE.get(name, "")
     if here.partition(".")[0] in ends:
         return ends.get(here, prefix + here)
+    if (end := here.rpartition(".")[2]) in ends:  # the word is an argument of the component itself
+        return ends[end]
     nearest = get_close_matches(name, ends, n=1, cutoff=cutoff)
     return ends[nearest[0]] if nearest else None
 
@@ -92,7 +97,10 @@ def list_options(component: Any) -> dict[str, str]:
     for base in inspect.getmro(component):
         if "__init__" not in base.__dict__:
             continue
-        options |= {name: name for name in inspect.signature(base.__dict__["__init__"]).parameters if name != "self"}
+        parameters = inspect.signature(base.__dict__["__init__"]).parameters
+        options |= {name: name for name, each in parameters.items() if name != "self" and each.kind not in _VARIABLE}
+        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            break  # this class passes no options of the user on to its base classes
     for name, hint in typing.get_type_hints(component.__init__).items():
         for kind in filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))):
             options = {field.name: f"{name}.{field.name}" for field in dataclasses.fields(kind)} | options

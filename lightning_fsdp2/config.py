@@ -735,6 +735,11 @@ def _check_backend_of_offload(backend: str | None, offload_policy: object) -> No
 
 
 def _check_tp_plan(value: object) -> None:
+    if isinstance(value, str) and value != "hf" and "." not in value:
+        raise ValueError(
+            f'tp_plan={value!r} is neither "hf" nor an import path, which has dots; use "hf" for the plan of the'
+            " Hugging Face model, a path such as 'my_package.plans.my_plan', a dict, or None for our plan."
+        )
     if value is None or isinstance(value, str) or (callable(value) and not isinstance(value, type)):
         return
     if not isinstance(value, Mapping):
@@ -776,7 +781,10 @@ def _to_mp_policy(value: object) -> MixedPrecisionPolicy | None:
     if isinstance(value, Mapping):
         value = _policy_from_mapping("mp_policy", value, MixedPrecisionPolicy)
     if not isinstance(value, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy={value!r} must be a MixedPrecisionPolicy, a mapping of its fields or None.")
+        raise TypeError(
+            f"mp_policy={value!r} must be a MixedPrecisionPolicy, a mapping of its fields or None; to choose only the"
+            ' precision of the whole run, use Trainer(precision=...), such as "bf16-mixed".'
+        )
     dtypes = {
         name: _to_floating_dtype(f"mp_policy.{name}", getattr(value, name))
         for name in ("param_dtype", "reduce_dtype", "output_dtype")
@@ -819,7 +827,11 @@ def _policy_from_mapping(option: str, value: Mapping[str, Any], policy_class: An
         if key not in names:
             hint = suggest(str(key), names) or f"; use {_either(names)}."
             raise ValueError(f"{option} has an unknown key {key!r}{hint}")
-    return policy_class(**value)
+    policy = policy_class(**value)
+    for name in value:
+        if isinstance(getattr(policy_class, name, None), bool) and not isinstance(value[name], bool):
+            raise TypeError(f"{option}.{name}={value[name]!r} must be a bool; use True or False.")
+    return policy
 
 
 def _either(words: list[str] | tuple[str, ...]) -> str:

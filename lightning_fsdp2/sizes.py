@@ -75,6 +75,11 @@ class ParallelSizes:
     pp_size: int | None = 1
     """Number of pipeline parallel ranks, among which the layers are distributed. 0 and ``None`` mean 1."""
 
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size not in (None, "auto") and (isinstance(size, bool) or not isinstance(size, int)):
+                raise ValueError(f"{name}={size!r} is not a number of ranks; use an integer >= 1.")
+
     def resolve(self, *, world_size: int, num_nodes: int = 1) -> MeshSizes:
         """Compute the sizes that are ``"auto"``, and check that the product of all sizes is the world size.
 

@@ -265,7 +265,7 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
     (DDPConfig, "autocast_dtype", torch.float32, ValueError, "autocast_dtype=torch.float32 is not a dtype of autocast"),
     (FSDP2Config, "autocast_dtype", 16, TypeError, "must be a floating point dtype; use for example torch.bfloat16."),
     (FSDP2Config, "autocast_dtype", torch.int64, TypeError, "must be a floating point dtype"),
-    (FSDP2Config, "mp_policy", "bf16", TypeError, "must be a MixedPrecisionPolicy, a mapping of its fields or None."),
+    (FSDP2Config, "mp_policy", "bf16", TypeError, "must be a MixedPrecisionPolicy, a mapping of its fields or None; "),
     (FSDP2Config, "offload_policy", "cpu", TypeError, "use None to keep everything on the device."),
     (FSDP2Config, "offload_policy", OffloadPolicy(), TypeError, "must be True, a CPUOffloadPolicy or a mapping"),
     (FSDP2Config, "activation_checkpointing", "ful", ValueError, "use False, True, 'full' or 'selective'."),

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -16,6 +17,12 @@ def test_the_trainer_takes_the_short_name(name: str) -> None:
     strategy = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False).strategy
     assert f"lightning_fsdp2.{type(strategy).__name__}" == STRATEGIES[name]["class_path"]
     assert (getattr(strategy.config, "offload_policy", None) is not None) == (name == "fsdp2_offload")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_fabric_points_to_the_plain_loop(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Fabric\(strategy='{name}'\).*Manager, as examples/plain_loop.py does"):
+        Fabric(strategy=name, accelerator="cpu", devices=1)
 
 
 def test_registering_again_changes_nothing() -> None:

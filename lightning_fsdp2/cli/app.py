@@ -12,13 +12,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary as LightningModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_fsdp2._refusals import get_message, get_message_of_cause, has_mistake, is_mistake
+from lightning_fsdp2._refusals import (
+    get_message,
+    get_message_of_cause,
+    has_mistake,
+    is_mistake,
+    is_of_package,
+)
 from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.callbacks.model_summary import ModelSummary
 from lightning_fsdp2.cli.commands import READ_CONFIG, SUMMARIES
 from lightning_fsdp2.cli.completion import build_completion
 from lightning_fsdp2.cli.errors import wants_traceback
 from lightning_fsdp2.cli.help import USAGES
+from lightning_fsdp2.cli.messages import name_options
 from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.cli.run_parser import RunParser
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
@@ -160,7 +167,7 @@ class FSDP2CLI(LightningCLI):
         except Exception as error:
             if not has_mistake(error):  # a bug keeps its traceback
                 raise
-            self._parser(self.subcommand).error(get_message_of_cause(error), error)
+            self._report(error, get_message_of_cause(error))
 
     def _instantiate_without_run(self) -> None:
         """Create model, data and trainer for ``describe`` or ``plan``, which need no weights, files or devices."""
@@ -194,4 +201,10 @@ class FSDP2CLI(LightningCLI):
         except Exception as error:
             if wants_traceback() or not is_mistake(error):
                 raise
-            self._parser(subcommand).error(get_message(error), error)
+            self._report(error, get_message(error))
+
+    def _report(self, error: Exception, message: str) -> None:
+        """End with one line about a mistake. If a library found it, name the options that it is about."""
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        options = "" if is_of_package(error) else name_options(message, config)
+        self._parser(self.subcommand).error(f"{message}{options}", error)

@@ -12,6 +12,12 @@ from lightning_fsdp2.cli.errors import exit_with_error
 from lightning_fsdp2.cli.help import find_page
 from lightning_fsdp2.cli.progress import show_progress
 
+_NUMBERS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PL_GLOBAL_SEED"),
+)
+"""Environment variables that Lightning reads as numbers."""
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run ``fit``, ``validate``, ``test``, ``predict``, ``describe``, ``plan``, ``quickstart`` or a checkpoint command.
@@ -53,7 +59,7 @@ def _refuse(command: str) -> NoReturn:
 
 def _check_variables() -> None:
     """Refuse ranks and seeds that are no numbers, with which Lightning would fail before there is a parser."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "PL_GLOBAL_SEED"):
+    for name in _NUMBERS:
         value = os.environ.get(name)
         if value and not value.isdecimal():
             exit_with_error(f"{name}={value!r} is not a number; set it to one, or unset it.")

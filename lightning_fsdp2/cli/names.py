@@ -13,9 +13,13 @@ from jsonargparse import get_loader
 
 from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2._suggestions import find_nearest, list_options
+from lightning_fsdp2.cli.expected import list_subclasses
 from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
 
 _FLAG = "--trainer.strategy"
+_MOST_OPTIONS = 20
+"""Number of options up to which all are listed if none is similar to the given one."""
+
 _HYPHENATED = re.compile(r"--[a-z]+(-[a-z]+)+(=|$)")
 
 
@@ -64,8 +68,15 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
         raise ValueError(
             f"{line}: this is not YAML ({error.problem}); check the indentation and the quotes."
         ) from error
-    if not isinstance(config, dict):
+    except yaml.YAMLError as error:  # a character that YAML does not allow, such as a zero byte
+        raise ValueError(f"this is not YAML ({' '.join(str(error).split())}); save it as plain text.") from error
+    if config is None:
         return content
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{str(config)[:50]!r} is not a mapping of options; begin with a section, such as `trainer:`, and indent"
+            " its options."
+        )
     sections = (config, *(config.get(command) for command in commands))
     trainers = [section["trainer"] for section in sections if isinstance(section, dict) and "trainer" in section]
     is_changed = False
@@ -84,12 +95,17 @@ def get_hint(message: str, options: Iterable[str]) -> str:
     """
     if re.match(r"(Parser key \")?trainer\.precision.*(fp8|float8)", message, re.DOTALL | re.IGNORECASE):
         return "; for float8, use precision='bf16-mixed' and set trainer.strategy.config.float8=true"
+    if re.search(r'Parser key "mp_policy":\s', message) and "is not accepted" not in message:
+        return "; to choose only the precision of the whole run, use trainer.precision, such as bf16-mixed"
     try:
         word, candidates = _find_unknown(message, options)
     except (ImportError, AttributeError, NameError, TypeError, ValueError):
         return ""  # the class cannot be inspected, so there is no hint
     nearest = find_nearest(word, candidates, cutoff=0.65)
-    return f"; did you mean {candidates.get(nearest, nearest)!r}?" if nearest is not None else ""
+    if nearest is not None:
+        return f"; did you mean {candidates.get(nearest, nearest)!r}?"
+    own = [name for name, option in candidates.items() if name == option]
+    return f"; it has {', '.join(own)}" if "is not accepted" in message and 0 < len(own) <= _MOST_OPTIONS else ""
 
 
 def _is_class_path(name: Any) -> bool:
@@ -144,21 +160,21 @@ def _find_unknown(message: str, options: Iterable[str]) -> tuple[str, dict[str, 
         own = {name: name for name in STRATEGIES} | {name: f"lightning_fsdp2.{name}" for name in _get_classes()}
         if find_nearest(found[1], own, cutoff=0.65) is not None:  # although one of Lightning may be nearer
             return found[1], own
-        return found[1], {name: name for name in StrategyRegistry.available_strategies()}
+        others = {*StrategyRegistry.available_strategies(), *list_subclasses(message)}
+        return found[1], {name: name for name in others}
     if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
         return found[1], {name: name for name in re.findall(r"\w+", found[2])}
     if found := re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message):
         sections = {name.partition(".")[0] for name in options}
-        section = found[1].partition(".")[0]
-        return (
-            (found[1], {name: name for name in options}) if section in sections else (section, {s: s for s in sections})
-        )
+        section, dot, _ = found[1].partition(".")
+        known = {name: name for name in (sections if dot and section not in sections else options)}
+        return (found[1] if section in sections or not dot else section), known | {name: name for name in sections}
     return "", {}
 
 
 def _get_options(class_path: str) -> dict[str, str]:
     module, _, name = class_path.rpartition(".")
-    return list_options(getattr(importlib.import_module(module), name))
+    return {**list_options(getattr(importlib.import_module(module), name)), "class_path": "class_path: MODULE.CLASS"}
 
 
 def _get_classes() -> list[str]:

@@ -31,6 +31,9 @@ WITHOUT_RUN = ("describe", "plan")
 _SOURCES = ("path", "validation_path", "validation_split", "test_path", "test_split")
 """Options of data modules, other than ``dataset``, that name the data to read."""
 
+_MOST_RANKS = 1 << 20
+"""Largest number of ranks that can be described; no cluster has as many devices."""
+
 _CACHE = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lightning_fsdp2" / "plans")
 
 
@@ -196,8 +199,8 @@ def set_world(config: Namespace, subcommand: str) -> None:
         )
     if config.world_size is None:
         config.world_size = devices * nodes
-    if config.world_size < 1:
-        raise ValueError(f"world_size={config.world_size} must be at least 1, the number of ranks.")
+    if not 1 <= config.world_size <= _MOST_RANKS:
+        raise ValueError(f"world_size={config.world_size} must be from 1 to {_MOST_RANKS}, the number of ranks.")
     if subcommand == "plan" and config.world_size == devices * nodes:
         config.devices_per_node = config.devices_per_node or devices
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
+from lightning_fsdp2.data.checks import check_minimum, check_workers
 from lightning_fsdp2.data.loader import (
     ResumableDataLoader,
     ResumableSampler,
@@ -365,6 +366,10 @@ class SequenceDataModule(LightningDataModule, ABC):
     def val_dataloader(self) -> ResumableDataLoader | list[ResumableDataLoader]:
         """Return this rank's validation batches (the same number on each rank), or an empty list without validation."""
         if self.validation_dataset is None:
+            if self.trainer is not None and self.trainer.validating:
+                raise ValueError(
+                    "validation_fraction=0 gives no documents to validate on; set it or a validation_path."
+                )
             return []
         return self._build_evaluation_dataloader(self.validation_dataset)
 
@@ -400,6 +405,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         return ResumableDataLoader(dataset, sampler=sampler, drop_last=sampler.drop_last, **self._get_loader_options())
 
     def _get_loader_options(self) -> dict[str, Any]:
+        check_workers(self.num_workers)
         return {
             "batch_size": self.batch_size,
             "num_workers": self.num_workers,
@@ -413,12 +419,6 @@ class SequenceDataModule(LightningDataModule, ABC):
             # global generator, dropout in the resumed run would differ from dropout in an uninterrupted run.
             "generator": torch.Generator(),
         }
-
-
-def check_minimum(option: str, value: int, minimum: int, reason: str) -> None:
-    """Raise a ValueError if ``value`` is less than ``minimum``. The message names the option and the reason."""
-    if value < minimum:
-        raise ValueError(f"{option}={value} is less than {minimum}, the smallest value that works: {reason}.")
 
 
 def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any], streaming: bool) -> float:
@@ -437,10 +437,10 @@ def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any
     given = {option: value for option, value in elsewhere.items() if value}
     if fraction is None:
         return 0.0 if given or streaming else _DEFAULT_VALIDATION_FRACTION
-    if not 0 <= fraction < 1:
+    if not isinstance(fraction, int | float) or not 0 <= fraction < 1:
         raise ValueError(
-            f"validation_fraction={fraction} must be at least 0 and less than 1; use 0.05 for one document in twenty, "
-            "or 0 for no validation."
+            f"validation_fraction={fraction!r} must be a number, at least 0 and less than 1; use 0.05 for one document"
+            " in twenty, or 0 for no validation."
         )
     for option, value in given.items():
         if fraction:

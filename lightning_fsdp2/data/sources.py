@@ -118,7 +118,7 @@ def find_source(
     """Return the source of training data: the files of ``path``, or the split of ``dataset``.
 
     Raises:
-        ValueError: When both or neither of ``path`` and ``dataset`` are given.
+        ValueError: When both or neither of ``path`` and ``dataset`` are given, or a ``subset`` without ``dataset``.
         FileNotFoundError: When ``path`` matches no file.
     """
     if bool(path) == bool(dataset):
@@ -126,6 +126,8 @@ def find_source(
             f"path={path!r} and dataset={dataset!r}: give exactly one of them. Use path for files, or dataset for "
             "a name that datasets.load_dataset takes."
         )
+    if subset is not None and not dataset:
+        raise ValueError(f"subset={subset!r} is a configuration of `dataset`, which is not given; leave it out.")
     return DatasetSplit(dataset, subset, split) if dataset else find_files(path or [], suffixes)
 
 
@@ -205,7 +207,8 @@ def _load_files(
     text = [file for file in files if not file.endswith(_JSON_SUFFIXES + _PARQUET_SUFFIXES)]
     parts = []
     if text:
-        rows = readers.from_text(_escape(text), sample_by="document", encoding_errors="replace", **options)
+        read = partial(readers.from_text, sample_by="document", encoding_errors="replace", **options)
+        rows = _read(read, text)
         parts.append(_drop_what_is_not_utf8(rows))
     if json_files:
         rows = _read(partial(readers.from_json, **options), json_files)
@@ -227,12 +230,11 @@ def _read(read: Callable[[list[str]], Any], files: list[str]) -> Any:
 
     try:
         return read(_escape(files))
-    except (DatasetGenerationError, ArrowException, UnicodeDecodeError) as error:
+    except (DatasetGenerationError, ArrowException, UnicodeDecodeError, StopIteration) as error:
         for file in files if len(files) > 1 else ():
             _read(read, [file])
-        raise ValueError(
-            f"{files[0]!r} cannot be read ({get_root_cause(error)}); repair the file, or leave it out."
-        ) from error
+        reason = get_root_cause(error) if Path(files[0]).stat().st_size else "it is empty"
+        raise ValueError(f"{files[0]!r} cannot be read ({reason}); repair the file, or leave it out.") from error
 
 
 def _escape(files: list[str]) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_fsdp2.data.checks import check_minimum
 from lightning_fsdp2.data.loader import SequenceStream
-from lightning_fsdp2.data.module import SequenceDataModule, check_minimum, split_in_two
+from lightning_fsdp2.data.module import SequenceDataModule, split_in_two
 from lightning_fsdp2.data.packing import PackedStream, pack_documents
 from lightning_fsdp2.data.sources import DEFAULT_SUFFIXES, Source, load_documents
 

@@ -104,6 +104,11 @@ def export_hf(
     _wait_for_all_ranks()
     if "://" in str(out):
         raise ValueError(f"export_hf(out={str(out)!r}) is not local: export to a local directory and upload it.")
+    if pretrained is not None and not Path(pretrained).is_dir():
+        raise FileNotFoundError(
+            f"export_hf(pretrained={str(pretrained)!r}) is no directory; give the directory of the model that training"
+            " began with, or leave it out."
+        )
     out = Path(out).resolve()
     on_first_rank(lambda: check_free(out, overwrite, None if isinstance(source, nn.Module) else source))
     if verify and not isinstance(source, nn.Module):
@@ -351,7 +356,13 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
     if isinstance(tokenizer, str | Path):
         if Path(tokenizer).is_dir() and not _has_tokenizer(tokenizer):
             raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory has no tokenizer files.")
-        return AutoTokenizer.from_pretrained(tokenizer)
+        try:
+            return AutoTokenizer.from_pretrained(tokenizer)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"export_hf(tokenizer={str(tokenizer)!r}) is not a directory with a tokenizer, and cannot be loaded"
+                f" from the Hub: {str(error).splitlines()[0]}"
+            ) from error
     if tokenizer is None and _has_tokenizer(default):
         return AutoTokenizer.from_pretrained(default, local_files_only=True)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):

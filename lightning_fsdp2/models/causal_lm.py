@@ -229,8 +229,8 @@ class CausalLM(LightningModule):
             check_length(self.hf_config, length, f"sequence_length={length}", restarts=restarts)
             self._checked_lengths.add(length)
         tokenizer = getattr(data, "tokenizer", None)
-        vocab_size = self.hf_config.get_text_config().vocab_size
-        if tokenizer is not None and len(tokenizer) > vocab_size:
+        vocab_size = getattr(self.hf_config.get_text_config(), "vocab_size", None)  # a vision model has none
+        if None not in (tokenizer, vocab_size) and len(tokenizer) > vocab_size:
             raise ValueError(
                 f"The tokenizer has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}: larger ids"
                 f" have no embedding. Set vocab_size to {len(tokenizer)} or more, or use the model's own tokenizer."

@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-"""Fields of configs that are at least 1, if a model type has them."""
+_MOST = (1 << 31) - 1
+_SIZES = {
+    "hidden_size": _MOST,
+    "intermediate_size": _MOST,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": _MOST,
+    "num_key_value_heads": _MOST,
+    "vocab_size": _MOST,
+    "max_position_embeddings": _MOST,
+}
+"""Fields of configs that are at least 1, if a model type has them, each with a number that no model exceeds."""
 
 
 def from_pretrained(
@@ -153,13 +155,17 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
         raise ValueError(
             f"CausalLM(config={source!r}) has no `model_type`; add the architecture's name, such as 'llama'."
         )
+    if not isinstance(model_type, str):
+        raise ValueError(
+            f"CausalLM(config=...): model_type={model_type!r} must be the architecture's name, such as 'llama'."
+        )
     if model_type not in CONFIG_MAPPING:
         hint = suggest(model_type, CONFIG_MAPPING) or "; check its spelling."
         raise ValueError(
             f"CausalLM(config=...): model_type={model_type!r} is no architecture of transformers"
             f" {transformers.__version__}{hint}"
         )
-    _check_sizes(fields)
+    _check_values(CONFIG_MAPPING[model_type], fields)
     config = AutoConfig.for_model(model_type, **fields)
     # skip complete configs, such as those in checkpoints, because other tools may have added fields to them
     if "transformers_version" not in fields:
@@ -204,6 +210,8 @@ def get_optional_folder(pretrained: str | Path) -> Path | None:
         ValueError: When ``pretrained`` is a file, or a checkpoint of a training run.
     """
     folder = Path(pretrained)
+    if not str(pretrained):
+        raise ValueError("pretrained='' is empty; give a directory or a model id, or leave it out.")
     if folder.exists():
         get_weight_files(folder)
         return folder
@@ -257,12 +265,22 @@ def _check_config_is_of(model_class: Any, config: "PretrainedConfig") -> None:
         )
 
 
-def _check_sizes(fields: Mapping[str, Any]) -> None:
-    """Raise an error for sizes with which transformers would fail later, or build a model without layers."""
-    for name in _SIZES:
-        size = fields.get(name)
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"CausalLM(config=...): {name}={size} must be at least 1.")
+def _check_values(config_class: "type[PretrainedConfig]", fields: Mapping[str, Any]) -> None:
+    """Raise an error for values with which transformers would fail later, or build a model without layers."""
+    from transformers.activations import ACT2FN
+
+    standard = {own: name for name, own in config_class.attribute_map.items()}  # GPT-2's n_embd is hidden_size
+    defaults = config_class().to_dict()
+    for name, value in fields.items():
+        most = _SIZES.get(standard.get(name, name))
+        if most is not None and isinstance(value, int) and not 1 <= value <= most:
+            raise ValueError(f"CausalLM(config=...): {name}={value} must be at least 1 and at most {most}.")
+        if "dropout" in name and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"CausalLM(config=...): {name}={value} is a probability, and must be from 0 to 1.")
+        is_activation = isinstance(value, str) and defaults.get(name) in ACT2FN
+        if is_activation and value not in ACT2FN:
+            hint = suggest(value, ACT2FN) or f"; use one of {', '.join(sorted(ACT2FN))}."
+            raise ValueError(f"CausalLM(config=...): {name}={value!r} is no activation function of transformers{hint}")
     heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ValueError(

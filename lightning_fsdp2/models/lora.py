@@ -57,6 +57,9 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
         _check_fields(fields, str(Path(lora) / CONFIG_FILE), notes=_NOTES)
     else:
         fields = {"r": 16, "target_modules": "all-linear", **lora}
+        for name, kind in (("r", int), ("lora_alpha", int), ("lora_dropout", int | float)):
+            if not isinstance(fields.get(name, 0), kind) or fields.get(name, 0) < 0:
+                raise ValueError(f"CausalLM(lora={{...}}): {name}={fields[name]!r} must be a number, and at least 0.")
         fields.setdefault("lora_alpha", 2 * fields["r"])
         _check_fields(fields, "CausalLM(lora={...})")
     known = {*_FIELDS, "base_model_name_or_path", "revision"} & {field.name for field in dataclasses.fields(LoraConfig)}

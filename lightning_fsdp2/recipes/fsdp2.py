@@ -1,6 +1,7 @@
 """Recipe for FSDP2 with tensor, sequence and context parallelism."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -29,6 +30,7 @@ from lightning_fsdp2.parallel.pipeline.apply import apply_pipeline_parallel
 from lightning_fsdp2.parallel.pipeline.split import Split, build_split
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel, get_optional_stack, get_shard_shapes
 from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion, build_collective_fusion
+from lightning_fsdp2.parallel.tensor.plans import get_style
 from lightning_fsdp2.recipes.imports import import_plan
 from lightning_fsdp2.weights.adapters import check_peft
 from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
@@ -274,7 +276,16 @@ def _warn_of_flags(
 
 
 def warn_of_tensor_parallel_flags(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:
-    """Log a warning on global rank 0 if tensor parallel flags are set, but there is only one tensor parallel rank."""
+    """Log a warning on global rank 0 if tensor parallel flags are set, but there is only one tensor parallel rank.
+
+    Raises:
+        TypeError: When the ``tp_plan``, although it is not used, is not a plan.
+        ValueError: When it cannot be imported, or has an unknown style.
+    """
+    if tp_mesh is None:
+        plan = import_plan(config.tp_plan)
+        for name, style in plan.items() if isinstance(plan, Mapping) else ():
+            get_style(name, style)
     is_set = config.tp_plan or config.sequence_parallel or config.loss_parallel
     if tp_mesh is None and dist.get_rank() == 0 and is_set:
         logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")

@@ -146,7 +146,8 @@ def check_optimization(trainer: Trainer) -> None:
 
     Raises:
         ValueError: When ``gradient_clip_val`` is negative or NaN, which would be ignored or make all gradients NaN,
-            when ``accumulate_grad_batches`` is less than 1, or when validation is to run every 0 steps or epochs.
+            when ``accumulate_grad_batches`` is less than 1, when validation is to run every 0 steps or epochs, or when
+            another number of steps is negative.
     """
     if trainer.accumulate_grad_batches < 1:
         raise ValueError(
@@ -154,8 +155,18 @@ def check_optimization(trainer: Trainer) -> None:
             " per optimizer step."
         )
     for name in ("val_check_interval", "check_val_every_n_epoch"):
-        if getattr(trainer, name, None) == 0:
-            raise ValueError(f"Trainer({name}=0) must be more than 0; use limit_val_batches=0 for no validation.")
+        value = getattr(trainer, name, None)
+        if isinstance(value, int | float) and value <= 0:
+            raise ValueError(f"Trainer({name}={value}) must be more than 0; use limit_val_batches=0 for no validation.")
+    interval = getattr(trainer, "log_every_n_steps", 0)
+    if interval < 0:
+        raise ValueError(f"Trainer(log_every_n_steps={interval}) must be at least 1, or 0 to log no steps.")
+    steps = getattr(trainer, "num_sanity_val_steps", 0)
+    if steps < -1:
+        raise ValueError(f"Trainer(num_sanity_val_steps={steps}) must be at least 0, or -1 for the whole validation.")
+    least, most = getattr(trainer, "min_steps", None), trainer.max_steps
+    if least is not None and 0 <= most < least:
+        raise ValueError(f"Trainer(min_steps={least}, max_steps={most}): a run of at most {most} steps has no {least}.")
     bound = trainer.gradient_clip_val
     if bound is not None and not bound >= 0:
         raise ValueError(f"Trainer(gradient_clip_val={bound!r}) must be at least 0; leave it out for no clipping.")

@@ -191,8 +191,7 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
         ),
         (
             strategy({"activation_checkpointing": "sel"}),
-            "trainer.strategy.config.activation_checkpointing: Expected a <class 'bool'>, or: Expected a "
-            "typing.Literal['full', 'selective']. Got value: sel",
+            "trainer.strategy.config.activation_checkpointing=sel must be true, false, 'full' or 'selective'",
         ),
         (
             strategy({"mp_policy": {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy"}}),
@@ -217,10 +216,11 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
             {"class_path": "lightnin_fsdp2.FSDP2Strategy"},
             "trainer.strategy: No module named 'lightnin_fsdp2'; did you mean 'lightning_fsdp2'?",
         ),
-        ({"class_path": "fsd2"}, "trainer.strategy: 'fsd2' is not a class path; did you mean 'fsdp2'?"),
+        ({"class_path": "fsd2"}, "trainer.strategy=fsd2 must be the class path of a Strategy; did you mean 'fsdp2'?"),
         (
             {"class_path": "FSDP2Strateg"},
-            "trainer.strategy: 'FSDP2Strateg' is not a class path; did you mean 'lightning_fsdp2.FSDP2Strategy'?",
+            "trainer.strategy=FSDP2Strateg must be the class path of a Strategy; did you mean"
+            " 'lightning_fsdp2.FSDP2Strategy'?",
         ),
         ("megatron", "trainer.strategy: there is no strategy 'megatron'; did you mean 'megatron_fsdp'?"),
     ],
@@ -247,7 +247,7 @@ def test_errors_in_the_strategy_are_one_line(strategy, line, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flag", "line"),
     [
-        ("--trainer.max_epochs=ten", "trainer.max_epochs: Expected a <class 'int'>. Got value: ten"),
+        ("--trainer.max_epochs=ten", "trainer.max_epochs=ten must be an int"),
         ("--nothing=1", "unrecognized arguments: --nothing=1"),
         ("--trainer.max_stepz=1", "unrecognized arguments: --trainer.max_stepz=1; did you mean 'trainer.max_steps'?"),
         ("--trainer.strategy=nothing", "trainer.strategy: there is no strategy 'nothing'"),
@@ -337,9 +337,7 @@ def test_errors_in_other_sections_are_one_line(old, new, line, tmp_path, capsys)
 def test_a_word_that_is_none_of_those_allowed_gets_the_nearest(tmp_path, capsys):
     model = {"class_path": "lightning_fsdp2.CausalLM", "init_args": {"config": LLAMA, "loss": "chunkd"}}
     line = error_of(["fit", write_yaml(tmp_path, model)], capsys)
-    assert line == (
-        "error: model.loss: Expected a typing.Literal['full', 'chunked']. Got value: chunkd; did you mean 'chunked'?"
-    )
+    assert line == ("error: model.loss=chunkd must be 'full' or 'chunked'; did you mean 'chunked'?")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +440,7 @@ class MissingPackageModel(BoringModel):
 
 def test_a_misspelt_choice_beside_other_types_is_named(tmp_path, capsys):
     flags = strategy({"activation_checkpointing": "fulll"})
-    assert error_of(["fit", write_yaml(tmp_path, strategy=flags)], capsys).endswith("fulll; did you mean 'full'?")
+    assert error_of(["fit", write_yaml(tmp_path, strategy=flags)], capsys).endswith("'selective'; did you mean 'full'?")
 
 
 def test_causes_of_other_kinds_are_one_line(tmp_path, capsys):

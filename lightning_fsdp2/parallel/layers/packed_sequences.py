@@ -71,8 +71,8 @@ def _get_optional_mixer(model: Any, batch_size: int) -> str | None:
 def _make_separation_error(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
         f"separate_documents=True is not possible for {get_class_name(model)}: {reason}. If the reason is"
-        " attn_implementation or batch_size, change it. Otherwise, use separate_documents=False (pack=False for a"
-        " ChatDataModule)."
+        " attn_implementation, batch_size or patch_is_packed_sequence, change it. Otherwise, use"
+        " separate_documents=False (pack=False for a ChatDataModule)."
     )
 
 

@@ -32,6 +32,13 @@ def _make_pattern(model: nn.Module, name: str) -> str | None:
     parts = name.split(".") if name else []
     pattern = list(parts)
     for i, part in enumerate(parts):
-        if part.isdigit() and isinstance(model.get_submodule(".".join(parts[:i])), nn.ModuleList):
+        if part.isdigit() and _is_list(model.get_submodule(".".join(parts[:i]))):
             pattern[i] = "*"
     return ".".join(pattern) if "*" in pattern else None
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return whether a module is a list of layers, which a Sequential is if its children are all of one class."""
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential) and len({type(child) for child in module}) == 1
+    )

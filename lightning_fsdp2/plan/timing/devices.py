@@ -122,6 +122,7 @@ def get_device(
     given = {option: value for option, value in locals().items() if option != "name"}
     for option, value in given.items():
         if value is not None and value <= 0:
+            option = "devices_per_node" if option == "per_node" else option  # its name in every command and config
             raise ValueError(f"{option}={value} must be more than 0; leave it out to use the value of {name}.")
     device = DEVICES[name]
     rates = device.rates

@@ -17,6 +17,9 @@ The agent's main thread starts the ranks. The thread matters, because the kernel
 :func:`end_with_parent` when the thread that started the rank ends.
 """
 
+_RANKS_PER_PROCESSOR = 8
+"""Number of processes that are started for each processor at most; more would hardly get through their imports."""
+
 
 def get_number_of_nodes(environment: ClusterEnvironment, num_nodes: int) -> int:
     """Return the number of nodes that torchrun has started, or ``num_nodes`` under any other launcher.
@@ -41,7 +44,8 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
 
     Raises:
         ValueError: When the launcher has started a different number of processes than the Trainer asks for, when a
-            notebook would have to start processes, or when ``MASTER_PORT`` is not a port.
+            notebook would have to start processes, when this machine has too few processors for the processes to start,
+            or when ``MASTER_PORT`` is not a port.
     """
     _check_port()
     if environment.creates_processes_externally:
@@ -59,6 +63,7 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
                 " or use the command line `lightning-fsdp2 fit`."
             )
         return None
+    _check_number(devices)
     return RankLauncher(environment, devices, nodes, lambda: check_variables(environment, devices, nodes))
 
 
@@ -86,6 +91,17 @@ def check_variables(environment: ClusterEnvironment | None, devices: int, nodes:
                 f" LOCAL_RANK={local}). Another launcher or an earlier run has probably set {name}: unset it, or start"
                 " the run with torchrun, which sets all of these variables."
             )
+
+
+def _check_number(devices: int) -> None:
+    """Refuse to start far more processes than this machine has processors, as a mistyped number of CPUs would."""
+    processors = os.cpu_count() or 1
+    most = _RANKS_PER_PROCESSOR * processors
+    if devices > most:
+        raise ValueError(
+            f"devices={devices} would start {devices} processes, but this machine has {processors} processor(s); use at"
+            f" most {most} ({_RANKS_PER_PROCESSOR} for each). `torchrun --nproc-per-node {devices}` starts them anyway."
+        )
 
 
 def _check_port() -> None:

@@ -52,8 +52,9 @@ def init_process_group(
 
     Raises:
         TimeoutError: When a rank does not appear in time.
-        ValueError: When a group with a different size, backend or device already exists, when versions or backends
-            differ between the ranks, or when there is no device to bind the group to.
+        ValueError: When a group with a different size, backend or device already exists, when the backend does not
+            exist or not for ``device``, when versions or backends differ between the ranks, or when there is no device
+            to bind the group to.
     """
     if bind_device_id:
         check_bound_device(backend or get_default_backend(device), device)
@@ -71,6 +72,7 @@ def init_process_group(
             )
         return
     backend = backend or get_default_backend(device)
+    _check_backend(backend, device)
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     if world_size > 1:
         os.environ["MASTER_ADDR"] = environment.main_address  # user code and our error messages read these variables
@@ -162,6 +164,19 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | No
 @cache
 def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type: str) -> DeviceMesh:
     return build_device_mesh(sizes, device_type=device_type)
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    """Refuse a backend that torch was built without, or that has no collectives for the rank's device."""
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    for name in names:
+        if not dist.is_backend_available(name):
+            raise ValueError(f"config.backend={backend!r}: this torch was built without {name}; leave `backend` out.")
+    if device.type not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
+        raise ValueError(
+            f"config.backend={backend!r} has no backend for this rank's device, {device.type}; leave `backend` out, or"
+            f" use {get_default_backend(device)!r}."
+        )
 
 
 def _has_backend(backend: str, device: torch.device) -> bool:

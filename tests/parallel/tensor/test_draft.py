@@ -57,6 +57,12 @@ def test_the_draft_splits_blocks_that_only_widen_and_narrow() -> None:
     assert draft_plan(Own()) == PLAN
 
 
+def test_layers_in_a_sequential_are_drafted_too() -> None:
+    model = Own()
+    model.blocks = nn.Sequential(*model.blocks)
+    assert draft_plan(model) == PLAN
+
+
 def test_the_draft_for_a_llama_is_that_of_its_family() -> None:
     drafted = draft_plan(make_causal_lm(LLAMA))
     assert {name.rpartition(".")[2]: style for name, style in drafted.items()} == {

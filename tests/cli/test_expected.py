@@ -1,0 +1,39 @@
+"""What the command line says that a value must be."""
+
+import pytest
+from lightning.pytorch import Callback, Trainer  # noqa: F401  classes are known once they are imported
+
+from lightning_fsdp2.cli.expected import describe_type_error, is_about_type
+
+
+@pytest.mark.parametrize(
+    ("reasons", "types", "words"),
+    [
+        (["Expected a <class 'int'>. Got value: ten"], "", "an int"),
+        (["Expected a <class 'bool'>", "Expected a <class 'float'>"], "", "true, false or a number"),
+        (["Expected a typing.Literal['full', 'chunked']", "Expected a <class 'NoneType'>"], "", "'full' or 'chunked'"),
+        (["Expected a <class 'collections.abc.Iterable'>"], "", "an iterable"),
+        (
+            ["Expected a dot import path string: ten"],
+            "Subtypes: [<class 'torch.distributed.fsdp.CPUOffloadPolicy'>, <class 'NoneType'>]",
+            "a mapping of options of CPUOffloadPolicy: pin_memory",
+        ),
+        (
+            ["Not a valid subclass of Callback"],
+            "Subtypes: [<class 'lightning.pytorch.callbacks.callback.Callback'>]",
+            "a mapping of class_path and init_args, with the options under init_args",
+        ),
+        (
+            ["Expected a dot import path string: ten"],
+            "Subtypes: [<class 'lightning.pytorch.callbacks.callback.Callback'>]",
+            "the class path of a Callback",
+        ),
+    ],
+)
+def test_types_are_put_in_words(reasons: list[str], types: str, words: str) -> None:
+    assert all(map(is_about_type, reasons))
+    assert describe_type_error("option", "ten", reasons, types) == f"option=ten must be {words}"
+
+
+def test_other_reasons_are_not_about_types() -> None:
+    assert not is_about_type("Option 'lr' is not accepted")
