@@ -13,7 +13,7 @@ from jsonargparse import get_loader
 
 from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2._suggestions import find_nearest, list_options
-from lightning_fsdp2.cli.expected import list_subclasses
+from lightning_fsdp2.cli.messages import list_subclasses
 from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
 
 _FLAG = "--trainer.strategy"

@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch import Callback, Trainer  # noqa: F401  classes are known once they are imported
 
-from lightning_fsdp2.cli.expected import describe_type_error, is_about_type
+from lightning_fsdp2.cli.messages import describe_type_error, is_about_type
 
 
 @pytest.mark.parametrize(
