@@ -1,12 +1,19 @@
 """Summaries of the commands of ``lightning-fsdp2``, and its commands for checkpoints.
 
 The parameters of a function are the options of its command. A function imports torch, which takes seconds, only when it
-is called.
+is called. argparse parses the options, because importing jsonargparse takes longer than the answer to a mistake.
 """
 
+import argparse
+import inspect
+import re
 import sys
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, get_args
+
+from lightning_fsdp2._suggestions import suggest
+from lightning_fsdp2.cli.errors import exit_with_error, wants_traceback
+from lightning_fsdp2.compat.argparse import list_names
 
 SUMMARIES = {
     "fit": "Train a model, validating it on the way.",
@@ -80,3 +87,58 @@ def export(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {"consolidate": consolidate, "verify": verify, "export": export}
+
+_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
+
+
+def run_command(command: str, arguments: Sequence[str]) -> NoReturn:
+    """Run a command for checkpoints and exit. Print one line for an error that the user can fix."""
+    options = vars(make_parser(command).parse_args(arguments))
+    from lightning_fsdp2.checkpoint.files.paths import check_is_checkpoint  # imported only now, because it takes long
+
+    try:
+        check_is_checkpoint(options["path"])  # before torch is imported
+        COMMANDS[command](**options)
+    except (ValueError, OSError, RuntimeError) as error:
+        if wants_traceback():
+            raise
+        exit_with_error(str(error))
+    sys.exit(0)
+
+
+def make_parser(command: str) -> argparse.ArgumentParser:
+    """Make the parser of a command for checkpoints from the parameters of its function."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for name, parameter in inspect.signature(COMMANDS[command]).parameters.items():
+        reader = _Reader(name, parameter.annotation)
+        if parameter.default is parameter.empty:
+            parser.add_argument(name, type=reader)
+        else:
+            parser.add_argument(f"--{name}", type=reader, default=parameter.default)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: -+([^\s=]+)", message)
+        hint = suggest(unknown[1], list_names([self])) if unknown else ""
+        exit_with_error(re.sub(r"^argument \S+: (?=\w+=)", "", message) + hint)
+
+
+class _Reader:
+    """Function that returns the value of an option for its text on the command line."""
+
+    def __init__(self, name: str, annotation: Any) -> None:
+        self.name = name
+        self.kinds = get_args(annotation) or (annotation,)
+        self.choices = [choice for kind in self.kinds for choice in get_args(kind)]
+
+    def __call__(self, text: str) -> Any:
+        values = [_WORDS.get(text.lower(), text), int(text) if text.isdecimal() else text, text]
+        for value in values:
+            if type(value) in self.kinds or value in self.choices:
+                return value
+        words = self.choices or ["true", "false"]
+        raise argparse.ArgumentTypeError(
+            f"{self.name}={text} must be {', '.join(words[:-1])} or {words[-1]}{suggest(text, words, cutoff=0.5)}"
+        )

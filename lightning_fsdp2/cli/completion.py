@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from lightning_fsdp2._suggestions import list_options
-from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
-from lightning_fsdp2.cli.parser import make_parser
+from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES, make_parser
 from lightning_fsdp2.compat.argparse import get_subcommands, list_flags
 
 SHELLS = ("bash", "zsh", "tcsh")

@@ -26,5 +26,5 @@ def exit_with_error(message: str) -> NoReturn:
     All ranks have the same error, so one rank per node writes it.
     """
     if is_first_of_node():
-        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.write(f"error: {' '.join(message.split())}\n")
     sys.exit(2)

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from typing import NoReturn
 
 import lightning_fsdp2
-from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES
+from lightning_fsdp2._suggestions import suggest
+from lightning_fsdp2.cli.commands import COMMANDS, SUMMARIES, run_command
 from lightning_fsdp2.cli.errors import exit_with_error
 from lightning_fsdp2.cli.help import find_page
 from lightning_fsdp2.cli.progress import show_progress
@@ -38,8 +39,6 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(0)
     command = arguments[0]
     if command in COMMANDS:
-        from lightning_fsdp2.cli.parser import run_command  # imported here, because it imports jsonargparse
-
         run_command(command, arguments[1:])
     if command not in SUMMARIES and not command.startswith("-"):  # options may stand before a command
         _refuse(command)
@@ -51,8 +50,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _refuse(command: str) -> NoReturn:
-    from lightning_fsdp2._suggestions import suggest  # imported here, because it is needed for nothing else
-
     names = ", ".join(repr(name) for name in SUMMARIES)
     exit_with_error(f"there is no command {command!r}; use one of {names}{suggest(command, SUMMARIES, cutoff=0.65)}")
 

@@ -123,6 +123,8 @@ def describe_type_error(option: str, value: str, reasons: Sequence[str], types: 
         value = (found and found[2]) or (name.removeprefix(_NO_IMPORT) if name.startswith(_NO_IMPORT) else value)
         words += _describe_type(name, types)
     words = list(dict.fromkeys(words)) or ["a class path"]
+    if any("class path" in word for word in words):
+        words = [word for word in words if word != "text"]  # a class path is text, too
     value = value if len(value) <= _MOST_LETTERS else f"{value[:_MOST_LETTERS]}..."
     return f"{option}={value} must be {', '.join(words[:-1])}{' or ' if words[1:] else ''}{words[-1]}"
 

@@ -82,7 +82,7 @@ COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("verify", "text.txt"), ("text.txt", "torch.save")),
     (("consolidate", "text.txt", "out"), ("text.txt", "single file")),
     (("consolidate", "a", "b", "--verify=perhaps"), ("verify=perhaps", "true or false")),
-    (("export", "run.ckpt"), ("export.output",)),
+    (("export", "run.ckpt"), ("output",)),
     (("export", "a", "b", "c"), ("unrecognized arguments: c",)),
     (("export", "a", "b", "--dtype=bf16"), ("dtype=bf16", "'bfloat16'?")),
     (("--print_completion=fishy",), ("print_completion", "zsh")),
