@@ -1,6 +1,7 @@
 """Commands that read a config: :class:`FSDP2CLI`, which is LightningCLI with two more commands."""
 
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, cast
@@ -201,6 +202,8 @@ class FSDP2CLI(LightningCLI):
         except Exception as error:
             if wants_traceback() or not is_mistake(error):
                 raise
+            if self.trainer.strategy.launcher is not None:  # the ranks that this process started have the same mistake
+                self.trainer.strategy.launcher.kill(signal.SIGKILL)
             self._report(error, get_message(error))
 
     def _report(self, error: Exception, message: str) -> None:

@@ -2,7 +2,10 @@
 
 import os
 import sys
+import time
 from typing import NoReturn
+
+_PATIENCE = 10.0  # seconds, since rank 0 may take some to end
 
 
 def wants_traceback() -> bool:
@@ -10,21 +13,33 @@ def wants_traceback() -> bool:
     return os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
 
 
-def is_first_of_node() -> bool:
-    """Return whether this process is the one that reports errors for its node.
-
-    Launchers number the processes of a node from 0. Without a launcher, there is only one process.
-    """
-    launched = {"WORLD_SIZE", "SLURM_LOCALID"} & os.environ.keys()  # else LOCAL_RANK is left from something else
-    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    return not launched or rank == "0" or not rank.isdecimal()
-
-
 def exit_with_error(message: str) -> NoReturn:
     """Write one line about a mistake, and end the process with code 2.
 
-    All ranks have the same error, so one rank per node writes it.
+    Usually all ranks of a run find the same mistake. So only the first rank of a node writes it at once. The others
+    wait, and are usually ended meanwhile, by the first rank or by torchrun. A rank that is still there after some seconds
+    has found something else, and writes it.
     """
-    if is_first_of_node():
-        sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    rank = _get_local_rank()
+    if rank != "0":
+        _wait_for_first_rank()
+        message = f"local rank {rank}: {message}"
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
     sys.exit(2)
+
+
+def _get_local_rank() -> str:
+    """Return the rank on this node, from 0, as launchers write it. Without a launcher, there is only rank 0."""
+    if not {"MASTER_PORT", "WORLD_SIZE", "SLURM_LOCALID"} & os.environ.keys():
+        return "0"  # if there is a LOCAL_RANK, it is left from something else
+    rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    return rank if rank.isdecimal() else "0"
+
+
+def _wait_for_first_rank() -> None:
+    """Wait for some seconds. If the process that started this one ends meanwhile, end, too."""
+    parent, end = os.getppid(), time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        if os.getppid() != parent:
+            sys.exit(2)
+        time.sleep(0.05)
