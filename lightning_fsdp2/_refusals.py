@@ -30,11 +30,17 @@ _WORKERS_REFUSAL = re.compile(
 )
 
 
+class BugInProcessError(RuntimeError):
+    """Bug in another process, whose traceback is the message."""
+
+
 def is_refusal(error: BaseException) -> bool:
     """Return whether Lightning or this package raised ``error`` on purpose, to refuse a run.
 
     Any other error is a bug, even if its class is one that this package also uses for refusals, such as ``ValueError``.
     """
+    if isinstance(error, BugInProcessError):
+        return False
     traceback = error.__traceback__
     if isinstance(error, MisconfigurationException) or traceback is None or _WORKERS_REFUSAL.match(str(error)):
         return True

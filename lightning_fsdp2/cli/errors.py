@@ -17,8 +17,8 @@ def exit_with_error(message: str) -> NoReturn:
     """Write one line about a mistake, and end the process with code 2.
 
     Usually all ranks of a run find the same mistake. So only the first rank of a node writes it at once. The others
-    wait, and are usually ended meanwhile, by the first rank or by torchrun. A rank that is still there after some seconds
-    has found something else, and writes it.
+    wait, and are usually ended meanwhile, by the first rank or by torchrun. A rank that is still there after some
+    seconds has found something else, and writes it.
     """
     rank = _get_local_rank()
     if rank != "0":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from lightning_fsdp2._refusals import is_refusal
+from lightning_fsdp2._refusals import BugInProcessError, get_message, is_mistake, is_refusal
 
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
     Raises:
         Exception: When a task rejects the run with an error message for the user. The same error is raised here, and
             the other tasks are stopped.
-        RuntimeError: When a task raises any other error, whose traceback becomes the message, or when the process of a
-            task was killed.
-        ValueError: When ``processes`` is less than 1.
+        RuntimeError: When a task raises an error that is a bug, whose traceback becomes the message, or when the
+            process of a task was killed.
+        ValueError: When a library in a task rejects the run, or when ``processes`` is less than 1.
     """
     if processes is not None and processes < 1:
         raise ValueError(f"processes={processes} is less than 1; use >= 1, or None (null) for one per CPU.")
@@ -66,9 +66,16 @@ def _run(task: Callable[[], Any], sender: Connection) -> None:
     try:
         answer = pickle.dumps((task(), None))
     except BaseException as error:
-        answer = pickle.dumps((None, error if is_refusal(error) else RuntimeError(traceback.format_exc())))
+        answer = pickle.dumps((None, _make_error(error)))
     sender.send_bytes(answer)
     os._exit(0)  # skip the exit handlers, which only the parent process should run
+
+
+def _make_error(error: BaseException) -> BaseException:
+    """Return the error to raise in the main process, which does not have the traceback of ``error``."""
+    if is_refusal(error):
+        return error
+    return ValueError(get_message(error)) if is_mistake(error) else BugInProcessError(traceback.format_exc())
 
 
 def _receive(receiver: Any, process: Any) -> Any:

@@ -1,11 +1,14 @@
+import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import pytest
 
 from lightning_fsdp2 import FSDP2Config
+from lightning_fsdp2._refusals import has_mistake
 from lightning_fsdp2.plan.workers import run_in_processes
 
 
@@ -28,8 +31,15 @@ def test_a_refusal_is_raised_as_it_is_and_a_bug_with_its_traceback() -> None:
     def fail() -> NoReturn:
         raise KeyError("nobody expected it")
 
-    with pytest.raises(RuntimeError, match=r"(?s)in fail.*KeyError: 'nobody expected it'"):
+    with pytest.raises(RuntimeError, match=r"(?s)in fail.*KeyError: 'nobody expected it'") as caught:
         run(fail)
+    assert not has_mistake(caught.value), "the command line would print its traceback as a mistake of the user"
+
+
+def test_a_mistake_that_a_library_finds_is_one_line() -> None:
+    with pytest.raises(ValueError, match="^JSONDecodeError: Expecting .* \\(raised by json.decoder; ") as caught:
+        run(partial(json.loads, "no JSON"))
+    assert has_mistake(caught.value)
 
 
 def test_a_process_that_is_killed_is_told_of() -> None:

@@ -9,13 +9,15 @@ def draft_plan(model: nn.Module) -> dict[str, str]:
     A block is a module with several linear layers. The draft splits the outputs of those that read the block's input
     ("colwise"), and the inputs of the last one that writes as many features as the block reads ("rowwise"). Blocks
     without such layers get no entry. Nor do blocks where a layer writes more features than the last one reads, because
-    it computes several things at once, such as queries, keys and values, and each of them would have to be split.
+    it computes several things at once, such as queries, keys and values, and each of them would have to be split. Nor
+    do blocks of three square layers: these are queries, keys and values, and the layer after them is elsewhere.
     """
     plan: dict[str, str] = {}
     for name, block in model.named_modules():
         linears = {child: module for child, module in block.named_children() if isinstance(module, nn.Linear)}
         pattern = _make_pattern(model, name)
-        if pattern is None or len(linears) < 2:
+        are_square = all(linear.in_features == linear.out_features for linear in linears.values())
+        if pattern is None or len(linears) < 2 or (are_square and len(linears) == 3):
             continue
         width = next(iter(linears.values())).in_features
         last = [child for child, linear in linears.items() if linear.out_features == width][-1:]

@@ -57,6 +57,19 @@ def test_the_draft_splits_blocks_that_only_widen_and_narrow() -> None:
     assert draft_plan(Own()) == PLAN
 
 
+def test_attention_whose_output_is_in_another_block_has_no_entry() -> None:
+    """As in BERT: there the last of three square layers computes the values, and reads the block's input."""
+    block = nn.ModuleDict({"query": nn.Linear(8, 8), "key": nn.Linear(8, 8), "value": nn.Linear(8, 8)})
+    assert draft_plan(nn.ModuleDict({"layers": nn.ModuleList([block])})) == {}
+    block["out"] = nn.Linear(8, 8)
+    assert draft_plan(nn.ModuleDict({"layers": nn.ModuleList([block])})) == {
+        "layers.*.query": "colwise",
+        "layers.*.key": "colwise",
+        "layers.*.value": "colwise",
+        "layers.*.out": "rowwise",
+    }
+
+
 def test_layers_in_a_sequential_are_drafted_too() -> None:
     model = Own()
     model.blocks = nn.Sequential(*model.blocks)
