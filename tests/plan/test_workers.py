@@ -37,7 +37,7 @@ def test_a_refusal_is_raised_as_it_is_and_a_bug_with_its_traceback() -> None:
 
 
 def test_a_mistake_that_a_library_finds_is_one_line() -> None:
-    with pytest.raises(ValueError, match="^JSONDecodeError: Expecting .* \\(raised by json.decoder; ") as caught:
+    with pytest.raises(ValueError, match=r"^JSONDecodeError: Expecting .* \(raised by json.decoder; ") as caught:
         run(partial(json.loads, "no JSON"))
     assert has_mistake(caught.value)
 
