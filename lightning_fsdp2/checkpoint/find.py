@@ -118,6 +118,13 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
             " written by this package, Lightning or `torch.distributed.checkpoint.save`. Load it with the software that"
             " wrote it, and save it with one of these."
         )
+    groups = {name.partition(".")[0] for name in metadata.planner_data}
+    if "model" in groups and "state_dict" not in groups:
+        raise ValueError(
+            f"The checkpoint {str(path)!r} has its weights under 'model', as Lightning's FSDPStrategy writes them with"
+            " state_dict_type='sharded'. Convert it to a file that any strategy reads:"
+            f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        )
     ends: dict[str, int] = {}
     for name, end in places:
         ends[name] = max(ends.get(name, 0), end)
