@@ -320,7 +320,7 @@ def test_a_sharded_checkpoint_of_fsdp_strategy_becomes_a_file(tmp_path: Path, mo
         torch.distributed.checkpoint.save({"model": module.state_dict()}, checkpoint_id=folder, no_dist=True)
         metadata = {"hyper_parameters": {"learning_rate": 0.5}, "pytorch-lightning_version": "2.6.0"}
         torch.save(metadata, folder / "meta.pt")
-        with pytest.raises(ValueError, match=f"FSDPStrategy .*{command} step.ckpt"):
+        with pytest.raises(ValueError, match=f"FSDPStrategy .*{command} .*step.ckpt"):
             lightning_fsdp2.load_from_checkpoint(module_class, folder)
         sys.argv = [command, str(folder), "--output_file=whole.ckpt"]
         runpy.run_module(command, run_name="__main__")
