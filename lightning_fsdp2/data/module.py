@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xxhash
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
@@ -366,10 +367,8 @@ class SequenceDataModule(LightningDataModule, ABC):
     def val_dataloader(self) -> ResumableDataLoader | list[ResumableDataLoader]:
         """Return this rank's validation batches (the same number on each rank), or an empty list without validation."""
         if self.validation_dataset is None:
-            if self.trainer is not None and self.trainer.validating:
-                raise ValueError(
-                    "validation_fraction=0 gives no documents to validate on; set it or a validation_path."
-                )
+            if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+                raise ValueError("validation_fraction=0 leaves nothing to validate on; set it, or a validation_path.")
             return []
         return self._build_evaluation_dataloader(self.validation_dataset)
 
@@ -439,8 +438,8 @@ def _get_validation_fraction(fraction: float | None, elsewhere: Mapping[str, Any
         return 0.0 if given or streaming else _DEFAULT_VALIDATION_FRACTION
     if not isinstance(fraction, int | float) or not 0 <= fraction < 1:
         raise ValueError(
-            f"validation_fraction={fraction!r} must be a number, at least 0 and less than 1; use 0.05 for one document"
-            " in twenty, or 0 for no validation."
+            f"validation_fraction={fraction!r} must be at least 0 and less than 1; use 0.05 for one document in"
+            " twenty, or 0 for no validation."
         )
     for option, value in given.items():
         if fraction:

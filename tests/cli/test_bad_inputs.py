@@ -197,7 +197,9 @@ CASES = {
         "folder", command=("fit", "--config", "folder"), prepare=lambda f: (f / "folder").mkdir()
     ),
     "empty config": Case("config", command=("fit", "--config", "empty.yaml"), prepare=file("empty.yaml", "")),
-    "config that is a list": Case("config", command=("fit", "--config", "list.yaml"), prepare=file("list.yaml", "- a")),
+    "config that is a list": Case(
+        "mapping", command=("fit", "--config", "list.yaml"), prepare=file("list.yaml", "- a")
+    ),
     "binary config": Case(
         ("bin.yaml", "utf-8"), command=("fit", "--config", "bin.yaml"), prepare=file("bin.yaml", bytes(range(256)))
     ),

@@ -216,10 +216,13 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
             {"class_path": "lightnin_fsdp2.FSDP2Strategy"},
             "trainer.strategy: No module named 'lightnin_fsdp2'; did you mean 'lightning_fsdp2'?",
         ),
-        ({"class_path": "fsd2"}, "trainer.strategy=fsd2 must be the class path of a Strategy; did you mean 'fsdp2'?"),
+        (
+            {"class_path": "fsd2"},
+            "trainer.strategy=fsd2 must be text or the class path of a Strategy; did you mean 'fsdp2'?",
+        ),
         (
             {"class_path": "FSDP2Strateg"},
-            "trainer.strategy=FSDP2Strateg must be the class path of a Strategy; did you mean"
+            "trainer.strategy=FSDP2Strateg must be text or the class path of a Strategy; did you mean"
             " 'lightning_fsdp2.FSDP2Strategy'?",
         ),
         ("megatron", "trainer.strategy: there is no strategy 'megatron'; did you mean 'megatron_fsdp'?"),

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
+import lightning_fsdp2.cli.app  # noqa: F401  imported once, for all forks
 from helpers.models import LLAMA
 from lightning_fsdp2.cli import main
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
