@@ -21,7 +21,7 @@ from lightning_fsdp2.modules.structure import (
 )
 from lightning_fsdp2.modules.wrapping import wrap_method
 from lightning_fsdp2.parallel.loss.cross_entropy import causal_lm_loss
-from lightning_fsdp2.parallel.tensor.checks import check_layouts, check_plans, warn_of_replicated
+from lightning_fsdp2.parallel.tensor.checks import check_layouts, check_plans, warn_of_packed, warn_of_replicated
 from lightning_fsdp2.parallel.tensor.matching import MatchedModel, agree_on_tied, match_plan
 from lightning_fsdp2.parallel.tensor.parameters import (
     REPLICATE,
@@ -111,6 +111,7 @@ def apply_tensor_parallel(
     inside = {module for layer in layers for module in layer.modules()}
     others = [module for module in structure.modules if module not in inside]
     warn_of_replicated(root, layouts)
+    warn_of_packed(models)
     shard_parameters(layouts, mesh)
     _compute_layers_with_local_parameters(structure, layers, layouts, mesh)
     read = {parent: child for m in models for parent, child in _iterate_readable(m.parts, layers, layouts)}

@@ -14,7 +14,7 @@ from lightning_fsdp2.modules.experts import get_optional_expert_mesh
 from lightning_fsdp2.modules.structure import get_called_children, get_parameter_owners
 from lightning_fsdp2.parallel.tensor.matching import MatchedModel
 from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
-from lightning_fsdp2.parallel.tensor.plans import get_layer_traits
+from lightning_fsdp2.parallel.tensor.plans import get_layer_traits, is_registered
 from lightning_fsdp2.parallel.tensor.styles import ColumnWise, LatentKeyValue, RowWise, SummedResult
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,29 @@ def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
         100 * (1 - sum(whole.values()) / sum(sizes.values())),
         ", ".join(largest),
     )
+
+
+def warn_of_packed(models: list[MatchedModel]) -> None:
+    """Log a warning about each entry of a user's plan that probably splits queries, keys and values in the wrong places.
+
+    Nothing else would show this mistake: the model that the ranks compute is another one, but it trains. Only global
+    rank 0 logs the warning.
+    """
+    patterns = {
+        re.sub(r"\.\d+\.", ".*.", name): entry.style
+        for model in models
+        if model.is_given or is_registered(model.module)
+        for name, entry in model.entries.items()
+        if isinstance(entry.style, ColumnWise) and entry.style.sections in (None, 2) and not entry.style.gather_output
+        if isinstance(entry.module, nn.Linear) and entry.module.out_features == 3 * entry.module.in_features
+    }
+    for pattern, style in patterns.items() if dist.get_rank() == 0 else ():
+        logger.warning(
+            "tp_plan[%r]: this layer writes three times as many features as it reads. If these are queries, keys and"
+            " values, each rank needs its part of each of the three: use 'qkv_colwise' instead of %r.",
+            pattern,
+            "colwise" if style.sections is None else "packed_colwise",
+        )
 
 
 def _check_all_matched(models: list[MatchedModel]) -> None:

@@ -58,6 +58,7 @@ STYLES: dict[str, Style] = {
     "embedding_rowwise": VocabularyEmbedding(),
     "embedding_colwise": FeatureEmbedding(),
     "packed_colwise": ColumnWise(sections=2),
+    "qkv_colwise": ColumnWise(sections=3),
     "packed_rowwise": ShardParameter(dim=-1, sections=2),
     "replicated_with_grad_allreduce": Replicated(on_shards=True),
     "replicate": Replicated(),
@@ -67,7 +68,7 @@ STYLES: dict[str, Style] = {
     "mla_kv_a_proj": LatentKeyValue(),
     "all_reduce": SummedResult(),
 }
-"""Styles of this package, by the names that plans in transformers 5.17 to 5.23 use."""
+"""Styles of this package, by the names that plans in transformers 5.17 to 5.23 use. ``qkv_colwise`` is our own name."""
 
 _REFUSED = {
     "sequence_parallel": "sequence parallelism is derived from the rest of the plan; set sequence_parallel=True",

@@ -103,3 +103,45 @@ def test_the_draft_has_the_gradients_of_one_process() -> None:
         assert_equal_gradients(get_gradients(sharded), get_gradients(plain))
 
     run_ranks(run, 2)
+
+
+class FusedAttention(nn.Module):
+    """Attention as in nanoGPT: one layer computes queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = [part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.c_attn(hidden).chunk(3, dim=-1)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return hidden + self.c_proj(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("style", ["qkv_colwise", "colwise"])
+def test_queries_keys_and_values_in_one_layer(style: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The style for them has the gradients of one process; another one is warned of, since nothing else would show."""
+
+    def run() -> tuple[list[str], bool]:
+        torch.manual_seed(0)
+        plain = nn.ModuleDict({"blocks": nn.ModuleList([FusedAttention(), FusedAttention()])})
+        sharded = copy.deepcopy(plain)
+        plan = {"blocks.*.c_attn": style, "blocks.*.c_proj": "rowwise"}
+        with caplog.at_level("WARNING"):
+            apply_tensor_parallel(find_structure(sharded), make_mesh(), plan=plan)
+        for model in (plain, sharded):
+            hidden = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+            for block in model["blocks"]:
+                hidden = block(hidden)
+            hidden.square().sum().backward()
+        gradients, expected = get_gradients(sharded), get_gradients(plain)
+        is_equal = all(torch.allclose(gradients[name], expected[name], atol=1e-5) for name in expected)
+        return caplog.messages, is_equal
+
+    (messages, is_equal), (others, _) = run_ranks(run, 2)
+    assert others == []
+    assert is_equal == (style == "qkv_colwise")
+    assert [message.partition(":")[0] for message in messages] == (
+        ["tp_plan['blocks.*.c_attn']"] if not is_equal else []
+    )
+    assert all("use 'qkv_colwise' instead of 'colwise'" in message for message in messages)
