@@ -85,7 +85,7 @@ def warn_of_replicated(root: nn.Module, layouts: dict[Slot, Layout]) -> None:
 
 
 def warn_of_packed(models: list[MatchedModel]) -> None:
-    """Log a warning about each entry of a user's plan that probably splits queries, keys and values in the wrong places.
+    """Log a warning about each entry of a user's plan that seems to split queries, keys and values in the wrong places.
 
     Nothing else would show this mistake: the model that the ranks compute is another one, but it trains. Only global
     rank 0 logs the warning.
