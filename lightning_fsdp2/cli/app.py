@@ -4,12 +4,14 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from jsonargparse import set_parsing_settings
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks import ModelSummary as LightningModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -197,6 +199,8 @@ class FSDP2CLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run a subcommand. Print one line for a mistake of the user, and a traceback for a bug."""
+        if self._get(self.config, "ckpt_path") == "last":
+            self._check_last(subcommand)
         try:
             super()._run_subcommand(subcommand)
         except Exception as error:
@@ -205,6 +209,20 @@ class FSDP2CLI(LightningCLI):
             if self.trainer.strategy.launcher is not None:  # the ranks that this process started have the same mistake
                 self.trainer.strategy.launcher.kill(signal.SIGKILL)
             self._report(error, get_message(error))
+
+    def _check_last(self, subcommand: str) -> None:
+        """Refuse ``ckpt_path=last`` if there are only checkpoints with other names. Lightning would load none."""
+        for callback in self.trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+                continue
+            last, ending = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
+            found = sorted(Path(callback.dirpath).glob(f"*{ending}"), key=lambda path: path.stat().st_mtime)
+            if found and not any(path.name.startswith(last) for path in found):
+                self._parser(subcommand).error(
+                    f"ckpt_path=last: {callback.dirpath} has no {last}{ending}, since ModelCheckpoint(save_last=...) is"
+                    f" not set, but it has other checkpoints. Give the newest, {found[-1]}, or another one, and set"
+                    " save_last: link."
+                )
 
     def _report(self, error: Exception, message: str) -> None:
         """End with one line about a mistake. If a library found it, name the options that it is about."""

@@ -414,6 +414,19 @@ def test_debug_keeps_the_traceback_of_what_a_run_refuses(tmp_path, monkeypatch):
         assert said == ""
 
 
+def test_last_does_not_start_from_scratch_beside_other_checkpoints(tmp_path):
+    for name in ("step=10.ckpt", "step=20.ckpt"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    args = ["fit", write_text_run(tmp_path), "--trainer.devices=1", "--ckpt_path=last"]
+    args += ["--trainer.callbacks=ModelCheckpoint", f"--trainer.callbacks.dirpath={tmp_path / 'runs'}"]
+    end, said = run_and_catch(args)
+    assert end == "SystemExit(2)"
+    assert said.startswith(
+        f"error: ckpt_path=last: {tmp_path / 'runs'} has no last.ckpt, since ModelCheckpoint(save_last"
+    )
+    assert f"the newest, {tmp_path / 'runs/step=20.ckpt'}, " in said
+
+
 def catch(function: Callable[[], Any]) -> Exception:
     with pytest.raises((ValueError, TypeError)) as raised:
         function()
