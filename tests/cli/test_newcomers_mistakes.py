@@ -88,7 +88,9 @@ COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("consolidate", "a", "b", "--verify=perhaps"), ("verify=perhaps", "true or false")),
     (("export", "run.ckpt"), ("output",)),
     (("export", "a", "b", "c"), ("unrecognized arguments: c",)),
-    (("export", "a", "b", "--dtype=bf16"), ("dtype=bf16", "'bfloat16'?")),
+    (("export", "a", "b", "--dtype=bfloat"), ("dtype=bfloat", "'bfloat16'?")),
+    (("export", "a", "--output", "b"), ("--output", "output is the second argument")),
+    (("verify", "--path=a"), ("--path", "path is the first argument")),
     (("--print_completion=fishy",), ("print_completion", "zsh")),
 ]
 """What is typed."""
@@ -99,7 +101,7 @@ CHECKPOINTS: list[tuple[tuple[str, ...], Callable[[Path], None] | None, tuple[st
     (("consolidate", "run.ckpt", "run.ckpt"), None, ("output='run.ckpt'", "file")),
     (("consolidate", "run.ckpt", "out.ckpt"), flip_byte, ("damaged", "earlier checkpoint")),
     (("export", "run.ckpt", "text.txt"), None, ("text.txt", "directory")),
-    (("export", "out", "run.ckpt"), None, ("run.ckpt", "not empty")),
+    (("export", "out", "run.ckpt"), None, ("There is no checkpoint 'out'",)),
     (("export", "run.ckpt", "out", "--tokenizer=./nothing"), None, ("tokenizer='./nothing'", "directory")),
     (("export", "run.ckpt", "out", "--pretrained=./nothing"), None, ("pretrained='./nothing'", "leave it out")),
     (("export", "run.ckpt", "out", "--merge=true"), None, ("merge", "leave merge out")),
