@@ -201,10 +201,8 @@ def _get_modules(name: str) -> list[str]:
     """
     parent = name.rpartition(".")[0]
     if not parent:
-        return [
-            *{*packages_distributions(), *(loaded.partition(".")[0] for loaded in sys.modules)}
-            - sys.stdlib_module_names
-        ]
+        packages = {*packages_distributions(), *(loaded.partition(".")[0] for loaded in sys.modules)}
+        return [*(packages - sys.stdlib_module_names)]
     try:
         path = importlib.import_module(parent).__path__
     except (ImportError, AttributeError):

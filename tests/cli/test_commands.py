@@ -81,6 +81,18 @@ def test_errors_are_one_line(args: list[str], error: str, capsys: pytest.Capture
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("name", "nearest"), [("last", "last.ckpt"), ("epoch=1-step=9.ckpt", "epoch=1-step=90.ckpt")])
+def test_a_checkpoint_with_a_similar_name(
+    name: str, nearest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("last.ckpt", "epoch=1-step=90.ckpt", "epoch=0-step=45.ckpt"):
+        (tmp_path / "checkpoints" / other).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert run("verify", f"checkpoints/{name}") == 2
+    expected = f"error: There is no checkpoint 'checkpoints/{name}'; did you mean 'checkpoints/{nearest}'?\n"
+    assert capsys.readouterr().err == expected
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_ends_a_process_with_2(path: Path) -> None:
     data = path / "__0_0.distcp"
