@@ -47,14 +47,34 @@ _ELSEWHERE = {
     "expert_model_parallel_size": "ep_size",
     "pipeline_parallel_size": "pp_size",
     "custom_tp_plan": "tp_plan",
+    **{kind: f"{kind}_size" for kind in ("dp", "tp", "cp", "ep", "pp")},
     "fp8": "float8",
     # arguments of the optimizer and of the scheduler, which are options of their own here
     "lr": "optimizer.lr",
     "learning_rate": "optimizer.lr",
     "weight_decay": "optimizer.weight_decay",
     "warmup_steps": "lr_scheduler.warmup_steps",
+    # a guess at an argument of Lightning's ModelCheckpoint
+    "every_n_steps": "every_n_train_steps",
 }
 """Names of options in other software, each with the name of the option that does the same here."""
+
+_NOT_NEEDED = "leave it out, because the layers to shard are found"
+_OF_STRATEGY = "it is an option of the strategies that shard, such as FSDP2Strategy"
+_REMARKS = {
+    # FSDP of torch, Lightning and accelerate
+    "auto_wrap_policy": _NOT_NEEDED,
+    "fsdp_auto_wrap_policy": _NOT_NEEDED,
+    "transformer_layer_cls_to_wrap": _NOT_NEEDED,
+    "fsdp_transformer_layer_cls_to_wrap": _NOT_NEEDED,
+    "sharding_strategy": (
+        "FSDP2Strategy has config.reshard_after_forward=false for SHARD_GRAD_OP, and dp_replicate_size for HYBRID_SHARD"
+    ),
+    "find_unused_parameters": "it is an option of DDPConfig only",
+    # arguments of a strategy that are given to its config
+    **dict.fromkeys(("dp_size", "dp_replicate_size", "tp_size", "cp_size", "ep_size", "pp_size"), _OF_STRATEGY),
+}
+"""Names of options that no single option replaces, each with what to do instead."""
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -82,9 +102,21 @@ def find_nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str
 
 
 def suggest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return ``; did you mean 'NAME'?`` with the nearest of ``words``, or an empty string; see :func:`find_nearest`."""
+    """Return ``; did you mean 'NAME'?`` with the nearest of ``words``, or an empty string; see :func:`find_nearest`.
+
+    If ``word`` is known from elsewhere and none of ``words`` ends with it, the text says what to do instead.
+    """
+    words = list(words)
+    if remark := get_remark(word, words):
+        return f"; {remark}"
     nearest = find_nearest(word, words, cutoff=cutoff)
     return f"; did you mean {nearest!r}?" if nearest is not None else ""
+
+
+def get_remark(word: str, words: Iterable[str]) -> str | None:
+    """Return what to do instead of giving an option that is known from elsewhere and is not among ``words``."""
+    name = word.rpartition(".")[2]
+    return None if name in {other.rpartition(".")[2] for other in words} else _REMARKS.get(name)
 
 
 def list_options(component: Any) -> dict[str, str]:

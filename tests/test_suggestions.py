@@ -1,11 +1,13 @@
 """Words that a newcomer gets for a name that is misspelt, or that other software uses."""
 
 import inspect
+import re
 
 import pytest
 from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
+from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
 from lightning_fsdp2._suggestions import _ELSEWHERE, find_nearest, list_options, suggest
 
 OWN = {name.rpartition(".")[2] for name in list_options(FSDP2Strategy).values()}
@@ -31,7 +33,7 @@ def test_the_nearest_word(word: str, words: list[str], nearest: str | None) -> N
 
 def test_every_name_of_other_software_leads_to_an_option() -> None:
     elsewhere = {name: here for name, here in _ELSEWHERE.items() if "." not in here}
-    assert set(elsewhere.values()) <= OWN
+    assert set(elsewhere.values()) <= OWN | inspect.signature(ModelCheckpoint).parameters.keys()
     assert not elsewhere.keys() & OWN
 
 
@@ -39,6 +41,23 @@ def test_every_name_of_other_software_leads_to_an_option() -> None:
 def test_names_of_other_strategies_in_python(strategy: type) -> None:
     with pytest.raises(TypeError, match=r"has no option 'tensor_parallel_size'; did you mean 'tp_size'\?$"):
         strategy(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("component", "option", "remark"),
+    [
+        (FSDP2Strategy, "auto_wrap_policy", "leave it out, because the layers to shard are found"),
+        (FSDP2Config, "transformer_layer_cls_to_wrap", "leave it out, because the layers to shard are found"),
+        (FSDP2Strategy, "find_unused_parameters", "it is an option of DDPConfig only"),
+        (FSDP2Strategy, "sharding_strategy", "FSDP2Strategy has config.reshard_after_forward=false for SHARD_GRAD_OP"),
+        (FSDP2Config, "tp_size", "it is an option of the strategies that shard, such as FSDP2Strategy"),
+        (DDPConfig, "ep_size", "it is an option of the strategies that shard, such as FSDP2Strategy"),
+        (DDPStrategy, "find_unused_parameters", "did you mean 'config.find_unused_parameters'?"),
+    ],
+)
+def test_what_to_do_in_place_of_an_option(component: type, option: str, remark: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{component.__name__} has no option {option!r}; {remark}")):
+        component(**{option: 2})
 
 
 def test_without_a_similar_word_all_are_listed() -> None:

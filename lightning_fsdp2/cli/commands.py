@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from lightning_fsdp2._suggestions import suggest
 from lightning_fsdp2.cli.errors import exit_with_error, wants_traceback
+from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.compat.argparse import list_names
 
 SUMMARIES = {
@@ -89,10 +90,14 @@ def export(
 COMMANDS: dict[str, Callable[..., None]] = {"consolidate": consolidate, "verify": verify, "export": export}
 
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names of dtypes; those of :func:`~lightning_fsdp2.config.dtype_from_str`, which needs torch."""
 
 
 def run_command(command: str, arguments: Sequence[str]) -> NoReturn:
     """Run a command for checkpoints and exit. Print one line for an error that the user can fix."""
+    leave_out_noise()
+    _refuse_named(command, arguments)
     options = vars(make_parser(command).parse_args(arguments))
     from lightning_fsdp2.checkpoint.files.paths import check_is_checkpoint  # imported only now, because it takes long
 
@@ -114,8 +119,21 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         if parameter.default is parameter.empty:
             parser.add_argument(name, type=reader)
         else:
-            parser.add_argument(f"--{name}", type=reader, default=parameter.default)
+            bare: dict[str, Any] = {"nargs": "?", "const": True} if parameter.annotation is bool else {}
+            parser.add_argument(f"--{name}", type=reader, default=parameter.default, **bare)
     return parser
+
+
+def _refuse_named(command: str, arguments: Sequence[str]) -> None:
+    """Refuse an argument that has no name, such as the output, if it is given as an option."""
+    flags = {argument.partition("=")[0] for argument in arguments}
+    parameters = inspect.signature(COMMANDS[command]).parameters.values()
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    for place, name in zip(("first", "second"), needed, strict=False):
+        if f"--{name}" in flags:
+            exit_with_error(
+                f"--{name} is not an option: {name} is the {place} argument; write its value without a name"
+            )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,7 +152,12 @@ class _Reader:
         self.choices = [choice for kind in self.kinds for choice in get_args(kind)]
 
     def __call__(self, text: str) -> Any:
-        values = [_WORDS.get(text.lower(), text), int(text) if text.isdecimal() else text, text]
+        values = [
+            _WORDS.get(text.lower(), text),
+            int(text) if text.isdecimal() else text,
+            text,
+            _DTYPES.get(text, text),
+        ]
         for value in values:
             if type(value) in self.kinds or value in self.choices:
                 return value

@@ -214,7 +214,8 @@ examples:
   lightning-fsdp2 quickstart
   lightning-fsdp2 fit --config run.yaml --trainer.max_steps 100
 
-The documentation is in docs/, and docs/command_line.md is about this program.
+The documentation is in the folder docs/ of the repository. Its page
+command_line.md is about this program.
 """
 
 

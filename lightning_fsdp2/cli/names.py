@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import packages_distributions
+from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import get_loader
 
 from lightning_fsdp2._registry import STRATEGIES
-from lightning_fsdp2._suggestions import find_nearest, list_options
+from lightning_fsdp2._suggestions import find_nearest, get_remark, list_options
 from lightning_fsdp2.cli.messages import list_subclasses
 from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
 
@@ -97,10 +98,16 @@ def get_hint(message: str, options: Iterable[str]) -> str:
         return "; for float8, use precision='bf16-mixed' and set trainer.strategy.config.float8=true"
     if re.search(r'Parser key "mp_policy":\s', message) and "is not accepted" not in message:
         return "; to choose only the precision of the whole run, use trainer.precision, such as bf16-mixed"
+    if found := re.search(r'Parser key "float8":.*\bval(?:ue: |=)\'?(rowwise\w*|tensorwise)\b', message, re.DOTALL):
+        return f"; to choose a recipe, write {{recipe: {found[1]}}}"
+    if (found := re.match(r"unrecognized arguments: ([^-\s]\S*)", message)) and _is_config(found[1]):
+        return f"; did you mean --config {found[1]}?"
     try:
         word, candidates = _find_unknown(message, options)
     except (ImportError, AttributeError, NameError, TypeError, ValueError):
         return ""  # the class cannot be inspected, so there is no hint
+    if remark := get_remark(word, candidates.values()):
+        return f"; {remark}"
     nearest = find_nearest(word, candidates, cutoff=0.65)
     if nearest is not None:
         return f"; did you mean {candidates.get(nearest, nearest)!r}?"
@@ -110,6 +117,10 @@ def get_hint(message: str, options: Iterable[str]) -> str:
 
 def _is_class_path(name: Any) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name) is not None
+
+
+def _is_config(word: str) -> bool:
+    return word.endswith((".yaml", ".yml")) or Path(word).is_file()
 
 
 def _expand_strategy(strategy: Any) -> dict[str, Any] | None:
@@ -184,10 +195,14 @@ def _get_classes() -> list[str]:
 
 
 def _get_modules(name: str) -> list[str]:
-    """Return the names of all modules in the parent package of ``name``, a module that was not found."""
+    """Return the names of all modules in the parent package of ``name``, a module that was not found.
+
+    Without a parent, these are all packages but those of the standard library, which have no models.
+    """
     parent = name.rpartition(".")[0]
     if not parent:
-        return [*packages_distributions(), *{loaded.partition(".")[0] for loaded in sys.modules}]
+        packages = {*packages_distributions(), *(loaded.partition(".")[0] for loaded in sys.modules)}
+        return [*(packages - sys.stdlib_module_names)]
     try:
         path = importlib.import_module(parent).__path__
     except (ImportError, AttributeError):

@@ -9,6 +9,10 @@ _WARNINGS = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", r"lightning\.pytorch\.utilities\._pytree"),
     # Lightning's command line calls methods of jsonargparse that are to be removed in 5.0, which is not installed
     (r"[\s\S]*deprecated in v4", r"lightning\.pytorch\.cli"),
+    # the seed is 0 unless the user gives another one, as --help says, and "Seed set to 0" follows
+    (r"No seed found, seed set to 0", r"lightning\.fabric\.utilities\.seed"),
+    # peft reads a property of models that transformers has renamed
+    (r"`is_gradient_checkpointing` is deprecated", r"transformers\.modeling_utils"),
 )
 """Patterns of the messages of warnings, each with a pattern of the module that warns."""
 
@@ -22,6 +26,8 @@ _RECORDS = {
     "torchao": (r"Failed to load ", r"Skipping import of cpp extensions"),
     # of the same import: torchao registers classes that torch has learnt to treat itself
     "torch.utils._pytree": (r".* is an Enum subclass and is now natively supported",),
+    # a rank's part of a tensor parallel weight, which FSDP2 shards again, is gathered in two steps
+    "torch.distributed.tensor._redistribute": (r"While redistributing from .*_StridedShard",),
 }
 """Names of loggers, each with patterns of the messages that are left out."""
 

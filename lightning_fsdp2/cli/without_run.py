@@ -189,8 +189,11 @@ def set_world(config: Namespace, subcommand: str) -> None:
     """Fill in the world size and the devices per node from the trainer's options, if the command line omits them.
 
     Raises:
-        ValueError: When the trainer asks for all devices, and this machine has no device of that kind.
+        ValueError: When the trainer asks for all devices, and this machine has no device of that kind. Or when there is
+            no strategy, which would spread the model over these devices.
     """
+    if config.trainer.strategy == "auto":  # Lightning's default
+        raise ValueError("the config has no trainer.strategy; give one, such as --trainer.strategy=fsdp2.")
     devices, nodes = _count_devices(config.trainer), int(config.trainer.num_nodes)
     if config.world_size is None and devices < 1:
         raise ValueError(

@@ -744,3 +744,21 @@ def test_the_wheel_works_in_an_empty_directory(tmp_path):
     assert json.loads((empty / model / "config.json").read_text())["model_type"] == "llama"
     [metrics] = (empty / "outputs" / "quickstart").glob("version_1/metrics.csv")
     assert ",4," in metrics.read_text()  # the validation behind the last step of the resumed run
+
+
+@pytest.mark.usefixtures("_restored_settings")
+def test_modules_in_the_working_directory_are_found(tmp_path, monkeypatch, capsys):
+    """Also by a program whose folder is another one, such as an installed script."""
+    (tmp_path / "module_of_a_newcomer.py").write_text(
+        "from lightning.pytorch import LightningModule\n"
+        "class Model(LightningModule):\n"
+        "    def __init__(self, width: int = 3) -> None:\n"
+        "        super().__init__()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "argv", ["lightning-fsdp2"])
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--model=module_of_a_newcomer.Model", "--print_config"])
+    assert exit_.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["init_args"] == {"width": 3}

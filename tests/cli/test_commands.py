@@ -12,6 +12,8 @@ from torch import nn
 
 from lightning_fsdp2 import save_checkpoint
 from lightning_fsdp2.cli import main
+from lightning_fsdp2.cli.commands import make_parser
+from lightning_fsdp2.config import dtype_from_str
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +81,18 @@ def test_errors_are_one_line(args: list[str], error: str, capsys: pytest.Capture
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("name", "nearest"), [("last", "last.ckpt"), ("epoch=1-step=9.ckpt", "epoch=1-step=90.ckpt")])
+def test_a_checkpoint_with_a_similar_name(
+    name: str, nearest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("last.ckpt", "epoch=1-step=90.ckpt", "epoch=0-step=45.ckpt"):
+        (tmp_path / "checkpoints" / other).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert run("verify", f"checkpoints/{name}") == 2
+    expected = f"error: There is no checkpoint 'checkpoints/{name}'; did you mean 'checkpoints/{nearest}'?\n"
+    assert capsys.readouterr().err == expected
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_ends_a_process_with_2(path: Path) -> None:
     data = path / "__0_0.distcp"
@@ -91,6 +105,28 @@ def test_a_damaged_checkpoint_ends_a_process_with_2(path: Path) -> None:
         f"error: The checkpoint {str(path)!r} is damaged: __0_0.distcp (optimizer_0.param_groups.0.params) has changed"
         " since it was written. Use an earlier checkpoint."
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["a", "b"], {"merge": False, "overwrite": False, "verify": True}),
+        (["a", "b", "--merge"], {"merge": True, "overwrite": False, "verify": True}),
+        (["a", "b", "--overwrite", "--verify=false"], {"merge": False, "overwrite": True, "verify": False}),
+        (["a", "b", "--dtype=bf16"], {"dtype": "bfloat16"}),
+        (["a", "b", "--dtype", "fp16", "--merge", "--tokenizer=fp32"], {"dtype": "float16", "tokenizer": "fp32"}),
+    ],
+)
+def test_options_in_short(arguments: list[str], options: dict[str, object]) -> None:
+    parsed = vars(make_parser("export").parse_args(arguments))
+    assert (parsed["path"], parsed["output"]) == ("a", "b")
+    assert options.items() <= parsed.items()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_short_names_of_dtypes_are_those_of_the_package(name: str) -> None:
+    parsed = vars(make_parser("export").parse_args(["a", "b", f"--dtype={name}"]))
+    assert getattr(torch, parsed["dtype"]) is dtype_from_str(name)
 
 
 def test_export_writes_a_model_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

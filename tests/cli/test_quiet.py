@@ -7,7 +7,12 @@ import pytest
 
 from lightning_fsdp2.cli.quiet import leave_out_noise
 
-NAMES = ("lightning.pytorch.utilities.rank_zero", "torchao", "lightning.fabric.utilities.seed")
+NAMES = (
+    "lightning.pytorch.utilities.rank_zero",
+    "torchao",
+    "lightning.fabric.utilities.seed",
+    "torch.distributed.tensor._redistribute",
+)
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def _noise() -> object:
 
 @pytest.mark.usefixtures("_noise")
 def test_records_of_others(caplog: pytest.LogCaptureFixture) -> None:
-    lightning, torchao, seeds = map(logging.getLogger, NAMES)
+    lightning, torchao, seeds, tensors = map(logging.getLogger, NAMES)
     with caplog.at_level(logging.INFO):
         lightning.info("💡 Tip: For seamless cloud logging, try installing something")
         lightning.info("TPU available: False, using: 0 TPU cores")
@@ -34,7 +39,11 @@ def test_records_of_others(caplog: pytest.LogCaptureFixture) -> None:
         torchao.warning("float8 failed")
         seeds.info("[rank: 12] Seed set to 1")
         seeds.info("Seed set to 1")
-    assert caplog.messages == ["GPU available: True (cuda), used: True", "float8 failed", "Seed set to 1"]
+        tensors.warning("While redistributing from (_StridedShard(dim=0, sf=2), Shard(dim=0)) to (Replicate(), R), 2")
+        tensors.warning("While redistributing from (Shard(dim=0), Shard(dim=0)) to (Replicate(), R), 2 sequential")
+    *shown, last = caplog.messages
+    assert shown == ["GPU available: True (cuda), used: True", "float8 failed", "Seed set to 1"]
+    assert last.startswith("While redistributing from (Shard(dim=0), ")
 
 
 @pytest.mark.parametrize(
@@ -42,6 +51,9 @@ def test_records_of_others(caplog: pytest.LogCaptureFixture) -> None:
     [
         ("`isinstance(treespec, LeafSpec)` is deprecated, use another", "lightning.pytorch.utilities._pytree", False),
         ("`isinstance(treespec, LeafSpec)` is deprecated, use another", "my_module", True),
+        ("`is_gradient_checkpointing` is deprecated and will be removed", "transformers.modeling_utils", False),
+        ("`is_gradient_checkpointing` is deprecated and will be removed", "my_module", True),
+        ("No seed found, seed set to 0", "lightning.fabric.utilities.seed", False),
         ("the learning rate is 0", "lightning.pytorch.utilities._pytree", True),
     ],
 )
