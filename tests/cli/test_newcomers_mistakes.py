@@ -398,7 +398,7 @@ def name(case: Case) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if number % 8 == 0 else pytest.mark.slow) for number, case in enumerate(CASES)],
+    [pytest.param(case, marks=() if number % 16 == 0 else pytest.mark.slow) for number, case in enumerate(CASES)],
     ids=name,
 )
 @pytest.mark.usefixtures("_trained")

@@ -157,9 +157,10 @@ class Resumption:
             self._random_state = None
 
     def _restore_loader_positions(self, trainer: "Trainer") -> None:
-        """Set Lightning's batch count to the position of the restored data loaders.
+        """Set Lightning's batch counts to the position of the restored data loaders.
 
-        Lightning restores the count of the earlier run, whose batch size or number of ranks may be different.
+        Lightning restores the counts of the earlier run, whose batch size or number of ranks may be different. The
+        count over all epochs becomes what it would be if the run had always had this batch size and these ranks.
         """
         restore_loader_states(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -171,8 +172,15 @@ class Resumption:
             counts = [] if progress.is_last_batch else [0]
         for count in counts:
             if count is not None and count != progress.current.ready:
-                shift = count - progress.current.ready
-                progress.current = type(progress.current)(**{k: v + shift for k, v in asdict(progress.current).items()})
+                ready, shift = progress.current.ready, count - progress.current.ready
+                # earlier epochs had more or fewer batches by the same factor; if the epoch is repeated, they did not
+                of_all = round(progress.total.ready * shift / ready) if count and ready else shift
+                progress.total, progress.current = _shift(progress.total, of_all), _shift(progress.current, shift)
+
+
+def _shift(counts: Any, batches: int) -> Any:
+    """Return Lightning's counts of batches that are ready, started, processed and completed, with ``batches`` added."""
+    return type(counts)(**{name: count + batches for name, count in asdict(counts).items()})
 
 
 def _has_global_positions(trainer: "Trainer") -> bool:

@@ -770,6 +770,39 @@ def test_only_a_position_in_the_whole_data_set_comes_back_on_another_number_of_r
     assert len(warned) == is_dropped
 
 
+class ValidatedReader(Reader):
+    """Knows after how many batches of this fit each validation came."""
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self.validations: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validations.append(len(self.seen))
+
+
+def test_validations_come_as_if_the_run_had_always_had_this_number_of_ranks(tmp_path: Path) -> None:
+    """Eight samples are four batches on each of two ranks, and eight on one; a validation follows every sixth batch."""
+    path = tmp_path / "a.ckpt"
+    options: dict[str, Any] = {"val_check_interval": 6, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+
+    def start() -> None:
+        callbacks = [AtSteps({4: lambda trainer: trainer.save_checkpoint(path)})]
+        trainer = make_trainer(devices=2, callbacks=callbacks, max_steps=5, **options)
+        trainer.fit(Reader(), GlobalLoader(), make_loader())
+
+    def resume() -> list[int]:
+        trainer = make_trainer(devices=1, max_steps=SAMPLES - 4, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The checkpoint holds the random states of 2 ranks")
+            trainer.fit(module := ValidatedReader(), GlobalLoader(), make_loader(), ckpt_path=path)
+        return module.validations
+
+    run_ranks(start, 2)
+    assert run_ranks(resume, 1) == [[12 - 8, 18 - 8, 24 - 8]]
+
+
 # ---------------------------------------------------------------------- what is saved, and where
 
 
