@@ -34,8 +34,8 @@ class WarmupCosine(LambdaLR):
 
     Raises:
         ValueError: When the numbers of steps or the ratio are out of range. Also in the first step after the warm-up,
-            when neither ``total_steps`` nor :meth:`fit_to_run` has set the number of steps. Such a step may also be that
-            of a loaded state.
+            when neither ``total_steps`` nor :meth:`fit_to_run` has set the number of steps. Also when the state of
+            such a step is loaded.
     """
 
     def __init__(
