@@ -48,11 +48,12 @@ def test_a_resumed_run_goes_on_at_its_step_on_the_curve_of_its_own_arguments() -
     optimizer, scheduler = make(warmup_steps=4, total_steps=12)
     run(optimizer, scheduler, 6)
     for total_steps in (12, 20):
-        expected = run(*make(warmup_steps=4, total_steps=total_steps), 10)[7:]
+        expected = run(*make(warmup_steps=4, total_steps=total_steps), 10)[6:]
         resumed_optimizer, resumed = make(warmup_steps=4, total_steps=total_steps)
         resumed_optimizer.load_state_dict(optimizer.state_dict())
         resumed.load_state_dict(scheduler.state_dict())
-        assert run(resumed_optimizer, resumed, 4)[1:] == pytest.approx(expected)
+        assert resumed.get_last_lr() == pytest.approx([expected[0], 10 * expected[0]])
+        assert run(resumed_optimizer, resumed, 4) == pytest.approx(expected)
 
 
 def test_without_total_steps_it_ends_with_the_run() -> None:
@@ -64,7 +65,7 @@ def test_without_total_steps_it_ends_with_the_run() -> None:
     resumed_optimizer.load_state_dict(optimizer.state_dict())
     resumed.load_state_dict(scheduler.state_dict())
     expected = run(*make(warmup_steps=4, total_steps=30), 20)
-    assert run(resumed_optimizer, resumed, 4)[1:] == pytest.approx(expected[16:19])
+    assert run(resumed_optimizer, resumed, 4) == pytest.approx(expected[15:19])
     short = make(warmup_steps=4)
     short[1].fit_to_run(2)
     assert run(*short, 2) == [0.25, 0.5]  # a dry run
@@ -80,7 +81,7 @@ class _Rates(pl.Callback):
         self.rates[trainer.global_step] = optimizer.param_groups[0]["lr"]
 
 
-def fit(folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[int, float]:
+def fit(folder: Path, ckpt_path: Path | None = None, *callbacks: pl.Callback, **options: Any) -> dict[int, float]:
     """Train on 24 sequences, 4 of a step; return the learning rates."""
 
     def make_scheduler(optimizer: torch.optim.Optimizer) -> WarmupCosine:
@@ -91,7 +92,7 @@ def fit(folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[int
     data = TextDataModule(path=str(folder / "text.txt"), validation_fraction=0.0, **sizes)
     module = CausalLM(config={**LLAMA, "vocab_size": 257}, lr_scheduler=make_scheduler)
     rates, checkpoints = _Rates(), ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
-    trainer = make_trainer(enable_checkpointing=True, callbacks=[rates, checkpoints], **options)
+    trainer = make_trainer(enable_checkpointing=True, callbacks=[*callbacks, rates, checkpoints], **options)
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return rates.rates
 
@@ -126,7 +127,27 @@ def test_causal_lm_ends_it_where_the_trainer_ends(tmp_path: Path) -> None:
     assert [whole[step] for step in range(12)] == pytest.approx([3e-4 * rate for rate in expected])
     assert resumed == {step: pytest.approx(whole[step]) for step in range(4, 12)}
     expected = run(*make(warmup_steps=3, total_steps=9), 9)
-    assert shorter[8] == pytest.approx(3e-4 * expected[8])
+    assert shorter == {step: pytest.approx(3e-4 * expected[step]) for step in range(4, 9)}
+
+
+class _LowerRate(pl.Callback):
+    """The remedy that the warning of other options names."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
+        scheduler.base_lrs = [1e-4] * len(scheduler.base_lrs)
+
+
+def test_a_callback_lowers_the_rate_of_a_resumed_run(tmp_path: Path) -> None:
+    def run_all() -> dict[int, float]:
+        fit(tmp_path, max_steps=8)
+        return fit(tmp_path, tmp_path / "step=4.ckpt", _LowerRate(), max_steps=8)
+
+    resumed = run_ranks(run_all, 1, group=False)[0]
+    expected = run(*make(warmup_steps=3, total_steps=8), 8)
+    assert {step: resumed[step] for step in range(5, 8)} == {
+        step: pytest.approx(1e-4 * expected[step]) for step in range(5, 8)
+    }
 
 
 def test_a_run_of_unknown_length_is_refused_and_another_one_than_given_warns() -> None:

@@ -82,7 +82,7 @@ class HuggingFaceExport(Callback):
             # all ranks must read `log_dir`, because Lightning broadcasts it from rank 0
             root = trainer.log_dir or trainer.default_root_dir
             out = Path(self.dirpath or Path(root) / "huggingface").resolve()
-            on_first_rank(lambda: check_free(out, self.overwrite))
+            on_first_rank(lambda: check_free(out, self.overwrite, name="HuggingFaceExport: dirpath"))
             if not _is_dry_run(trainer):
                 on_first_rank(lambda: start_draft(out).discard())
             self._out = out

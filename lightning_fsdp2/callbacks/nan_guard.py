@@ -18,8 +18,8 @@ from lightning_fsdp2.callbacks.gradient_norm import (
 from lightning_fsdp2.compat.torch import assert_async
 
 _REMEDY = (
-    "No weight was changed. Resume from the last checkpoint with a lower learning rate, without the data of this step,"
-    " or with Trainer(detect_anomaly=True), which names the operation."
+    "No weight was changed. Start a new run from the last checkpoint's weights with a lower learning rate, or resume"
+    " without the data of this step, or with Trainer(detect_anomaly=True), which names the operation."
 )
 
 

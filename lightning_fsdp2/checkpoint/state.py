@@ -1,5 +1,6 @@
 """Convert optimizer states between parameter numbers and the names in checkpoints, and check optimizers."""
 
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_fsdp2.checkpoint.stored_shards import is_unusual
 from lightning_fsdp2.compat.torch import get_shard, tree_leaves, tree_map_only
 from lightning_fsdp2.compat.torch_simulation import FakeTensor
 from lightning_fsdp2.modules.stages import get_optional_stages
-from lightning_fsdp2.ranks.coordination import gather_objects
+from lightning_fsdp2.ranks.coordination import gather_objects, get_rank
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.ranks.pieces import is_uneven
 from lightning_fsdp2.ranks.whole_tensors import gather, reshard_like
@@ -74,6 +75,7 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     state = _name_parameters(state, named, parameters.keys() | elsewhere)
     saved = state["param_groups"]
     _check_groups(optimizer, named, saved)
+    _warn_of_other_options(optimizer, named, saved)
     # leave out the saved `param_names`, because this run's optimizer may list its parameters in a different order
     hyper_parameters = [{key: value for key, value in group.items() if key != "param_names"} for group in saved]
     groups = [
@@ -240,6 +242,33 @@ def _check_groups(optimizer: Optimizer, current: list[dict[str, Any]], saved: li
                 f" state has {list_names(unknown)}, but {type(optimizer).__name__} has {list_names(missing)}. Resume"
                 " with the optimizer of the checkpoint, or load only the weights."
             )
+
+
+def _warn_of_other_options(optimizer: Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Warn on rank 0 if the checkpoint's options replace other options with which this run has built ``optimizer``."""
+    differences: dict[str, tuple[Any, Any]] = {}
+    for group, other in zip(current, saved, strict=True):
+        own, loaded = _get_options(group), _get_options(other)
+        differences |= {key: (loaded[key], own[key]) for key in own.keys() & loaded.keys() if own[key] != loaded[key]}
+    if differences and get_rank() == 0:
+        theirs, ours = (list_names([f"{key}={pair[index]}" for key, pair in differences.items()]) for index in (0, 1))
+        warnings.warn(
+            f"{type(optimizer).__name__} goes on with {theirs} of the checkpoint, not with {ours} of this run. To train"
+            " on with other options, export the checkpoint and start a new run from the exported weights (`pretrained`"
+            " of CausalLM), or set the options in `optimizer.param_groups` in `on_train_start` (learning rates of a"
+            " schedule: in its `base_lrs`, which it uses from the second step on).",
+            stacklevel=5,
+        )
+
+
+def _get_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with which a parameter group was built, without those that a schedule changes."""
+    changed = {"betas", "momentum"} if "max_momentum" in group else set()
+    options = {key: value for key, value in group.items() if key not in _NO_OPTIONS | _IMPLEMENTATIONS | changed}
+    if "lr" in group:
+        options["lr"] = group.get("initial_lr", group["lr"])
+    options = tree_map_only(Tensor, lambda tensor: tensor.tolist(), options)
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
 def _names_by_number(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:

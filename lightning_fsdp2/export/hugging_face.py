@@ -152,13 +152,14 @@ def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer:
         raise
 
 
-def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> None:
+def check_free(out: Path, overwrite: bool, source: str | Path | None = None, *, name: str = "out") -> None:
     """Raise an error if an export to ``out`` would replace files that must be kept.
 
     Args:
         out: Absolute path, with links resolved.
         overwrite: Whether to replace a directory that is not empty.
         source: Path of the checkpoint to export, if there is one.
+        name: Name of the user's option for ``out``, for error messages.
 
     Raises:
         FileExistsError: When ``out`` is a file, or a directory that is not empty and ``overwrite`` is not set.
@@ -166,16 +167,16 @@ def check_free(out: Path, overwrite: bool, source: str | Path | None = None) -> 
             ``source``, which are never replaced.
     """
     if out.is_file():
-        raise FileExistsError(f"out={str(out)!r} is a file; choose a directory for the exported model.")
+        raise FileExistsError(f"{name}={str(out)!r} is a file; choose a directory for the exported model.")
     kept = {"the working directory": Path.cwd(), **({} if source is None else {"the checkpoint": Path(source)})}
     for what, path in kept.items():
         if path.resolve().is_relative_to(out):
-            raise ValueError(f"out={str(out)!r} would replace {what} {str(path)!r}; choose a different directory.")
+            raise ValueError(f"{name}={str(out)!r} would replace {what} {str(path)!r}; choose a different directory.")
     if source is not None and Path(source).is_dir() and out.is_relative_to(Path(source).resolve()):
-        raise ValueError(f"out={str(out)!r} is inside the checkpoint {str(source)!r}; choose a directory outside.")
+        raise ValueError(f"{name}={str(out)!r} is inside the checkpoint {str(source)!r}; choose a directory outside.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(
-            f"out={str(out)!r} is not empty; choose a different directory, or set overwrite=True to replace it and"
+            f"{name}={str(out)!r} is not empty; choose a different directory, or set overwrite=True to replace it and"
             " everything in it."
         )
 

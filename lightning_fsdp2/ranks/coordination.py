@@ -1,5 +1,6 @@
 """Coordination of ranks that read and write files: waiting for each other, acting on one rank, and sharing errors."""
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -49,7 +50,7 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         remedy: Advice for the error message.
 
     Raises:
-        RuntimeError: If a rank is missing when the time is up, or has reached a different point.
+        RuntimeError: If a rank is missing when the time is up, has ended, or has reached a different point.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -59,12 +60,15 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
     # each rank sets a key in the store, because a collective that times out does not say which ranks are missing
     store, keys = cast(Any, dist.group.WORLD).get_group_store(), [f"{purpose} {rank}" for rank in range(ranks)]
     store.set(keys[dist.get_rank()], "")
+    start = time.monotonic()
     try:
         group = get_group("rendezvous", timeout)
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
     except RuntimeError as error:
+        is_late = time.monotonic() - start >= timeout.total_seconds()
+        end = f"within {timeout}" if is_late else "before the connection to a rank ended"
         raise RuntimeError(
-            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank reached this point within {timeout}"
+            f"Rank {dist.get_rank()} wants to {purpose}, but not every rank reached this point {end}"
             f"{_name_missing_ranks(store, keys)}. {remedy}"
         ) from error
     store.delete_key(keys[dist.get_rank()])

@@ -147,7 +147,11 @@ def test_a_logger_without_a_directory(tmp_path: Path) -> None:
             lambda: CausalLM(config=CONFIG),
             "TypeError: .*<object>.*not a transformers tokenizer",
         ),
-        ({"dirpath": "."}, lambda: CausalLM(config=CONFIG), "FileExistsError: .*is not empty"),
+        (
+            {"dirpath": "."},
+            lambda: CausalLM(config=CONFIG),
+            "FileExistsError: HuggingFaceExport: dirpath=.*is not empty.*overwrite=True",
+        ),
         ({"dirpath": "file/out"}, lambda: CausalLM(config=CONFIG), r"Error: .*cannot be created \(File exists\)"),
     ],
     ids=[

@@ -1,5 +1,7 @@
 """Everything that an optimizer saves comes back, from a directory and from a single file, or is refused by name."""
 
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.collectives import StepCounter
 from helpers.ranks import run_ranks
 from torch import nn
@@ -21,6 +24,7 @@ from lightning_fsdp2 import (
     load_checkpoint,
     save_checkpoint,
 )
+from lightning_fsdp2.schedulers import WarmupCosine
 
 
 class Wrapped(nn.Module):
@@ -125,6 +129,31 @@ def test_an_optimizer_may_name_its_parameters_as_a_part_of_the_model_does(form: 
     expected = run_ranks(save, 2)[0]
     copy_as(form, tmp_path)
     run_ranks(load, 2)
+
+
+def test_options_that_the_checkpoint_replaces_are_named(tmp_path: Path) -> None:
+    def make(lr: float, **options: Any) -> tuple[nn.Module, Optimizer, Any]:
+        model, optimizer = train(lambda model: torch.optim.AdamW(model.net.parameters(), lr=lr, **options), 0)
+        return model, optimizer, WarmupCosine(optimizer, warmup_steps=4, total_steps=9)
+
+    def run() -> None:
+        model, optimizer, scheduler = make(0.5)
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        save_checkpoint(tmp_path / "a.ckpt", model, optimizer)
+        model, optimizer, _ = make(0.5)  # with a different rate in this step, but the same options
+        load_checkpoint(tmp_path / "a.ckpt", model, optimizer)
+        model, optimizer, _ = make(0.25, betas=(0.8, 0.9), eps=1e-8)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load_checkpoint(tmp_path / "a.ckpt", model, optimizer)
+        messages = [str(warning.message) for warning in caught if "goes on with" in str(warning.message)]
+        assert len(messages) == (dist.get_rank() == 0)
+        theirs = r"betas=\(0.9, 0.999\), lr=0.5 of the checkpoint"
+        assert all(re.search(rf"{theirs}, not with betas=\(0.8, 0.9\), lr=0.25 of", text) for text in messages)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("form", ["directory", pytest.param("file", marks=pytest.mark.slow)])

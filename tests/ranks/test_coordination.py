@@ -75,3 +75,19 @@ def test_no_rank_leaves_while_another_still_talks_to_the_store(tmp_path: Path) -
         assert (tmp_path / "1").exists()
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_is_missing_is_late_or_has_ended(ends: bool) -> None:
+    def run() -> None:
+        wait_for_all_ranks("begin", timedelta(seconds=60), "")
+        if dist.get_rank() == 1 and ends:
+            dist.destroy_process_group()
+        elif dist.get_rank() == 1:
+            time.sleep(3)
+        else:
+            end = "before the connection to a rank ended" if ends else "within 0:00:01"
+            with pytest.raises(RuntimeError, match=f"wants to save, but not every rank .*point {end}: rank 1 did not"):
+                wait_for_all_ranks("save", timedelta(seconds=60 if ends else 1), "Call it on all ranks.")
+
+    run_ranks(run, 2)
