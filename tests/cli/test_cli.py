@@ -669,7 +669,11 @@ def test_describe_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path):
             "tp_size=3 = 3 does not divide",
         ),
         (["--trainer.strategy=ddp", "--world_size=4"], "describe supports the strategies of lightning_fsdp2"),
-        (["--trainer.accelerator=gpu", "--trainer.devices=-1"], "give the number of ranks, such as --world_size=8."),
+        (
+            ["--trainer.strategy=fsdp2", "--trainer.accelerator=gpu", "--trainer.devices=-1"],
+            "give the number of ranks, such as --world_size=8.",
+        ),
+        (["--world_size=4"], "the config has no trainer.strategy; give one, such as --trainer.strategy=fsdp2."),
     ],
 )
 def test_what_cannot_be_described_is_one_line(flags, error, tmp_path, capsys, monkeypatch):
