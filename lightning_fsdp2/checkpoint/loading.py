@@ -1,5 +1,6 @@
 """Read a checkpoint directory or file, and load it into a model, sharded or not, and its optimizers."""
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,8 +115,8 @@ def load_model_state(
             else "make its own `load_state_dict` or hook leave out the weights that do not fit"
         )
         raise ValueError(
-            f"The checkpoint {str(path)!r} does not fit this {name}; build the model that was saved, or {remedy}."
-            f" {str(error).replace(type(model).__name__, name)}"
+            f"The checkpoint {str(path)!r} does not fit this {name}{_describe_adapters(own, state)}; build the model"
+            f" that was saved, or {remedy}. {_shorten(str(error)).replace(type(model).__name__, name)}"
         ) from error
 
 
@@ -170,6 +171,27 @@ def _describe_keys(kind: str, keys: Iterable[str]) -> list[str]:
     """Return torch's message on missing or unexpected keys as a list of lines."""
     quoted = ", ".join(f'"{key}"' for key in keys)
     return [f"\t{kind} key(s) in state_dict: {quoted}. "] if quoted else []
+
+
+def _describe_adapters(own: dict[str, Any], state: dict[str, Any]) -> str:
+    has_adapter, is_saved = (any(".lora_A." in name for name in names) for names in (own, state))
+    if has_adapter == is_saved:
+        return ""
+    return ": the checkpoint has " + ("a LoRA adapter, the model has none" if is_saved else "no LoRA adapter")
+
+
+def _shorten(message: str, most: int = 3) -> str:
+    """Return torch's message on keys and shapes that do not fit, with ``most`` names of each kind and their number."""
+    lines = []
+    mismatches = [line for line in message.split("\n") if line.lstrip().startswith("size mismatch")]
+    for line in message.split("\n"):
+        names = re.findall(r'"[^"]+"', line) if "key(s) in state_dict" in line else []
+        if len(names) > most:
+            line = f"{line.partition(':')[0]}: {', '.join(names[:most])} and {len(names) - most} more. "
+        if line not in mismatches[most:]:
+            lines.append(line)
+    more = len(mismatches) - most
+    return "\n".join([*lines, *([f"\tsize mismatch for {more} more tensors."] if more > 0 else [])])
 
 
 @contextmanager

@@ -114,7 +114,10 @@ def add_lora(
     # `autocast_adapter_dtype=False` gives adapters the model's dtype, because an FSDP2 unit must have a single dtype.
     own = dataclasses.replace(copy.deepcopy(config), base_model_name_or_path=None)
     adapted = get_peft_model(model, own, low_cpu_mem_usage=on_meta, autocast_adapter_dtype=False).train()
-    adapted.peft_config["default"].base_model_name_or_path = base or config.base_model_name_or_path
+    name = base or config.base_model_name_or_path
+    # a relative path would be wrong in another working directory
+    name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
+    adapted.peft_config["default"].base_model_name_or_path = name
     if folder is not None:
         set_adapter_weights(adapted, folder)
         if not on_meta:

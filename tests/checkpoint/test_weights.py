@@ -225,3 +225,19 @@ def test_averaged_weights_come_back_sharded_over_the_whole_mesh(tmp_path: Path) 
             assert torch.equal(own.full_tensor(), average[name].full_tensor()), name
 
     run_ranks(run, 4)
+
+
+def test_keys_that_differ_are_shortened_and_an_adapter_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    weights = {f"{index}.lora_A.weight": torch.ones(1) for index in range(7)}
+    message = (
+        r'LoRA adapter, the model has none; build(.|\n)*Unexpected.*: "0.lora_A.weight", "1.lora_A.weight",'
+        r' "2.lora_A.weight" and 4 more'
+    )
+    with pytest.raises(ValueError, match=message):
+        load_model_state(path, nn.Sequential(), dict(weights))
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    other = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))).state_dict()
+    with pytest.raises(ValueError, match=r"mismatch for 0\.weight(.|\n)*mismatch for 7 more tensors") as caught:
+        load_model_state(path, model, other)
+    assert "LoRA" not in str(caught.value)

@@ -452,6 +452,14 @@ def test_an_adapter_that_does_not_fit_is_refused_before_the_first_step(case: str
     assert "\n" not in str(raised.value)
 
 
+def test_an_adapter_names_its_base_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_base(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    module = make_module("base", lora={"r": 2})
+    module.configure_model()
+    assert module.model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+
+
 def test_an_adapter_of_another_base_of_the_same_shapes(tmp_path: Path) -> None:
     base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
     save_adapter(tmp_path, other)
