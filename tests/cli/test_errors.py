@@ -48,8 +48,9 @@ def test_another_rank_writes_what_the_first_has_not_found(
 
 def test_another_rank_ends_with_the_first() -> None:
     """Here the first rank is a process that starts the other one and ends."""
-    start = f"""import subprocess, sys
-subprocess.Popen([sys.executable, "-c", {END!r}], stdout=subprocess.PIPE).stdout.readline()"""
+    start = f"""import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {END!r}], stdout=subprocess.PIPE).stdout.readline()
+time.sleep(1)  # until the other process waits"""
     environment = {"PYTHONPATH": str(Path(errors.__file__).parents[2]), **LAUNCHERS["lightning"]}
     result = subprocess.run(
         [sys.executable, "-c", start], env=environment, capture_output=True, text=True, timeout=30, check=True
