@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import lightning_fsdp2
 import lightning_fsdp2.callbacks
 import lightning_fsdp2.schedulers
+from lightning_fsdp2.checkpoint.files.paths import check_is_checkpoint
 from lightning_fsdp2.cli import main
 from lightning_fsdp2.data import build_byte_tokenizer
 
@@ -227,6 +228,8 @@ def test_accelerate_trains_the_same_and_its_checkpoint_becomes_a_model(
     assert losses[-1] < losses[0] - 0.1
     models = [AutoModelForCausalLM.from_pretrained(f"outputs/accelerate_{name}/model") for name in ("before", "after")]
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="accelerate merge-weights"):
+        check_is_checkpoint("outputs/accelerate_before/state")
     saved = "outputs/accelerate_before/state/pytorch_model_fsdp_0"
     run_ranks(merge_fsdp_weights, 1, saved, "merged", group=False)
     shutil.copy("model/config.json", "merged")

@@ -16,6 +16,10 @@ from lightning_fsdp2.checkpoint.files.drafts import (
 SMALL_FILES = (".metadata", METADATA_FILE)
 """Files that every checkpoint directory has."""
 
+_ACCELERATE_WEIGHTS = "pytorch_model_fsdp_0"
+_ACCELERATE_FILES = (_ACCELERATE_WEIGHTS, "optimizer.bin", "scheduler.bin")
+"""Names in a directory that ``save_state`` of accelerate writes, of which it has at least one."""
+
 
 def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
     """Return the path of a checkpoint with links resolved, without checking that it is complete.
@@ -48,6 +52,7 @@ def check_is_checkpoint(path: str | AnyPath) -> AnyPath:
                 " its content with `torch.save`."
             )
         return found
+    _check_not_of_accelerate(found)
     if any(found.glob("*.safetensors")) and not (found / ".metadata").exists():
         raise ValueError(
             f"{str(found)!r} is the directory of a Hugging Face model, which holds weights only: pass it to"
@@ -69,6 +74,25 @@ def raise_missing(path: AnyPath, missing: Collection[str]) -> None:
             f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. The checkpoint"
             " was only partly copied, or the process that wrote it died; use an earlier checkpoint."
         )
+
+
+def _check_not_of_accelerate(path: AnyPath) -> None:
+    """Refuse a directory of accelerate's ``save_state``, and say how its weights can be used.
+
+    Raises:
+        ValueError: When ``path`` is such a directory, or the one of sharded weights in it.
+    """
+    is_weights = path.name == _ACCELERATE_WEIGHTS
+    if not is_weights and not any((path / name).exists() for name in _ACCELERATE_FILES):
+        return
+    weights, remedy = path if is_weights else path / _ACCELERATE_WEIGHTS, ""
+    if weights.exists():
+        remedy = f"make a model.safetensors with `accelerate merge-weights {weights} DIRECTORY`, "
+    raise ValueError(
+        f"{str(path)!r} was written by accelerate's `save_state`. Only its weights can be used, not its optimizer:"
+        f" {remedy}put the model's config.json next to model.safetensors, and pass that directory to"
+        " CausalLM(pretrained=...) or `lightning_fsdp2.models.from_pretrained`."
+    )
 
 
 def _is_archive(path: Path) -> bool:
