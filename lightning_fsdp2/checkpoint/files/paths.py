@@ -18,7 +18,7 @@ SMALL_FILES = (".metadata", METADATA_FILE)
 
 _ACCELERATE_WEIGHTS = "pytorch_model_fsdp_0"
 _ACCELERATE_FILES = (_ACCELERATE_WEIGHTS, "optimizer.bin", "scheduler.bin")
-"""Names in a directory that ``save_state`` of accelerate writes, of which it has at least one."""
+"""Names that only a directory from accelerate's ``save_state`` has, at least one of them."""
 
 
 def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
