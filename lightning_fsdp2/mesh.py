@@ -234,6 +234,13 @@ def get_optional_mesh(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     return view[name] if view is not None and view[name].size() > 1 else None
 
 
+def get_axis_sizes(device_mesh: DeviceMesh) -> dict[str, int]:
+    """Return the size of each axis of ``device_mesh``, by name, with the pipeline axis if there are several stages."""
+    sizes = dict(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=False))
+    pipeline = get_optional_mesh(device_mesh, PIPELINE_PARALLEL)
+    return sizes if pipeline is None else {PIPELINE_PARALLEL: pipeline.size(), **sizes}
+
+
 def get_views(device_mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
     """Return all meshes that were built together with ``device_mesh``, including ``device_mesh`` itself.
 

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 8 examples/migrating/accelerate_after.py /models/llama
 
 import argparse
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ import lightning_fsdp2 as lf
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.models import from_pretrained
 
+STATE = "outputs/accelerate_after/state"
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pretrained")
@@ -25,6 +28,7 @@ if __name__ == "__main__":
     parser.add_argument("--param-dtype", default="bfloat16", help="dtype to compute in")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--resume", action="store_true", help="continue from the state of the last run")
     arguments = parser.parse_args()
 
     config = lf.FSDP2Config(activation_checkpointing=True, mp_policy={"param_dtype": arguments.param_dtype})
@@ -39,9 +43,10 @@ if __name__ == "__main__":
     sampler = DistributedSampler(sequences, ranks.size(), ranks.get_local_rank(), shuffle=False)
     data = DataLoader(sequences, batch_size=1, sampler=sampler)
 
-    for number, sequences in enumerate(data):
-        if number == 2 * arguments.steps:
-            break
+    if arguments.resume:
+        scheduler.load_state_dict(lf.load_checkpoint(STATE, model, optimizer))
+    first, last = 2 * scheduler.last_epoch, 2 * arguments.steps
+    for number, sequences in enumerate(islice(data, first, last), first):
         sequences = sequences.to(model.device)
         is_last = number % 2 == 1
         with nullcontext() if is_last else lf.defer_grad_sync(model):
@@ -56,5 +61,5 @@ if __name__ == "__main__":
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
             print(f"micro-batch {number + 1:3}  loss {mean.item() / dist.get_world_size():.6f}")
-    lf.save_checkpoint("outputs/accelerate_after/state", model, optimizer, extra=scheduler.state_dict())
+    lf.save_checkpoint(STATE, model, optimizer, extra=scheduler.state_dict())
     lf.export_hf(model, "outputs/accelerate_after/model", overwrite=True)

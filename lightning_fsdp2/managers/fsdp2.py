@@ -1,15 +1,21 @@
 """FSDP2 for any torch loop: ``FSDP2Manager(config, device_mesh).parallelize(model)``."""
 
+import logging
+
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import FSDP2Config
-from lightning_fsdp2.mesh import get_optional_mesh
+from lightning_fsdp2.managers.first_batch import check_first_batch_on_mesh
+from lightning_fsdp2.mesh import get_axis_sizes, get_optional_mesh
 from lightning_fsdp2.mesh_axes import get_expert_meshes
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.compile import apply_compile, is_compiled
 from lightning_fsdp2.recipes.fsdp2 import get_optional_fusion, parallelize_with_fsdp2, resolve_mp_policy
 from lightning_fsdp2.sizes import TENSOR_PARALLEL
+
+logger = logging.getLogger(__name__)
 
 
 class FSDP2Manager:
@@ -45,19 +51,29 @@ class FSDP2Manager:
         self.device_mesh = device_mesh
         self.mp_policy = resolve_mp_policy(config.mp_policy)
 
-    def parallelize(self, model: nn.Module, *, materializes: bool = True) -> nn.Module:
+    def parallelize(self, model: nn.Module, *, materializes: bool = True, checks_batches: bool = True) -> nn.Module:
         """Shard ``model`` in place and return it; see :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
 
         Args:
             model: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
             materializes: See :func:`~lightning_fsdp2.recipes.fsdp2.parallelize_with_fsdp2`.
+            checks_batches: Whether the first training forward raises a ValueError if the ranks of a model replica,
+                which share layers or sequences, get different batches.
 
         Raises:
             ValueError: When the model cannot be sharded with the flags of the config, or is sharded already.
         """
-        return parallelize_with_fsdp2(
-            model, self.device_mesh, self.config, moe_mesh=self.moe_mesh, materializes=materializes
-        )
+        parallelize_with_fsdp2(model, self.device_mesh, self.config, moe_mesh=self.moe_mesh, materializes=materializes)
+        if dist.get_rank() == 0:
+            logger.info("%s: %s", type(self).__name__, self.describe())
+        if checks_batches:
+            check_first_batch_on_mesh(model, self.device_mesh)
+        return model
+
+    def describe(self) -> str:
+        """Name the sizes of the mesh, and the dtypes in which models compute."""
+        sizes = " x ".join(f"{name} {size}" for name, size in get_axis_sizes(self.device_mesh).items())
+        return f"mesh {sizes}, {self.mp_policy}"
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Compile the layers of a sharded model that is not compiled yet, if the config has ``enable_compile``.

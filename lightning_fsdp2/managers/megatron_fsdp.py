@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_fsdp2.config import MegatronFSDPConfig
+from lightning_fsdp2.managers.first_batch import check_first_batch_on_mesh
 from lightning_fsdp2.recipes.megatron_fsdp import parallelize_with_megatron_fsdp
 
 
@@ -27,11 +28,21 @@ class MegatronFSDPManager:
         self.config = config
         self.device_mesh = device_mesh
 
-    def parallelize(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[Any, Optimizer | None]:
+    def parallelize(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, checks_batches: bool = True
+    ) -> tuple[Any, Optimizer | None]:
         """Wrap ``model`` in Megatron-FSDP, and change ``optimizer`` so that it updates the sharded parameters.
+
+        Args:
+            model: See :func:`~lightning_fsdp2.recipes.megatron_fsdp.parallelize_with_megatron_fsdp`.
+            optimizer: See :func:`~lightning_fsdp2.recipes.megatron_fsdp.parallelize_with_megatron_fsdp`.
+            checks_batches: See :meth:`lightning_fsdp2.FSDP2Manager.parallelize`.
 
         Raises:
             ImportError: When ``megatron-fsdp`` is not installed, or is too old.
             ValueError: See :func:`~lightning_fsdp2.recipes.megatron_fsdp.parallelize_with_megatron_fsdp`.
         """
-        return parallelize_with_megatron_fsdp(model, self.device_mesh, self.config, optimizer)
+        sharded = parallelize_with_megatron_fsdp(model, self.device_mesh, self.config, optimizer)
+        if checks_batches:
+            check_first_batch_on_mesh(model, self.device_mesh)
+        return sharded

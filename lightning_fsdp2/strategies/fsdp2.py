@@ -181,9 +181,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             _check_flags_of_user(module, self.config)
             materialize(module, self.root_device, self.full_device_mesh)
         else:
-            self.manager.parallelize(module)
-            sizes = " x ".join(f"{name} {size}" for name, size in self.world.axis_sizes.items())
-            rank_zero_info(f"{type(self).__name__}: mesh {sizes}, {self.manager.mp_policy}")
+            self.manager.parallelize(module, checks_batches=False)  # `Batches` checks them
+            rank_zero_info(f"{type(self).__name__}: {self.manager.describe()}")
             if self.pp_size > 1:
                 rank_zero_info(get_pipeline(module).describe())
             if (conversion := get_optional_conversion(module)) is not None:

@@ -161,7 +161,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     @override
     def parallelize_module(self, module: "LightningModule") -> None:
         check_manual_optimization(module)
-        self.manager.parallelize(module)
+        self.manager.parallelize(module, checks_batches=False)  # `Batches` checks them
         tell_branches_apart(self.world, module, (part for part in module.modules() if len(part._parameters)))
 
     @override

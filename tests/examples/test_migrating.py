@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import lightning_fsdp2
 import lightning_fsdp2.callbacks
 import lightning_fsdp2.schedulers
+from lightning_fsdp2.checkpoint.files.paths import check_is_checkpoint
 from lightning_fsdp2.cli import main
 from lightning_fsdp2.data import build_byte_tokenizer
 
@@ -50,10 +51,10 @@ HOMES = (lightning_fsdp2, lightning_fsdp2.callbacks, lightning_fsdp2.schedulers,
 """Where the owners of options in the tables are."""
 
 
-def read_table(title: str, *, options: bool = False) -> list[tuple[str, str]]:
-    """The rows of a section's table of lines, or of its table of options."""
+def read_table(title: str, *, options: bool = False, number: int = 0) -> list[tuple[str, str]]:
+    """The rows of a section's table of lines, or of its table of options, or of another one with this number."""
     tables = re.findall(r"(?:^\|.*\|\n)+", SECTIONS[title], re.MULTILINE)
-    [table] = [table for table in tables if table.startswith("| before | after |") != options]
+    table = [table for table in tables if table.startswith("| before | after |") != options][number]
     return re.findall(r"^\| (.*?) ?\| (.*?) ?\|$", table, re.MULTILINE)[1:]
 
 
@@ -227,11 +228,15 @@ def test_accelerate_trains_the_same_and_its_checkpoint_becomes_a_model(
     assert losses[-1] < losses[0] - 0.1
     models = [AutoModelForCausalLM.from_pretrained(f"outputs/accelerate_{name}/model") for name in ("before", "after")]
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="accelerate merge-weights"):
+        check_is_checkpoint("outputs/accelerate_before/state")
     saved = "outputs/accelerate_before/state/pytorch_model_fsdp_0"
     run_ranks(merge_fsdp_weights, 1, saved, "merged", group=False)
     shutil.copy("model/config.json", "merged")
     merged = AutoModelForCausalLM.from_pretrained("merged")
     torch.testing.assert_close(merged.state_dict(), models[0].state_dict(), atol=0, rtol=0)
+    resumed = run("migrating/accelerate_after.py", "model", "--steps", 6, "--resume", *options, ranks=2 * replicas)
+    assert re.findall(r"micro-batch +(\d+)", resumed[0]) == ["11", "12"]
 
 
 def test_options_of_accelerate_exist() -> None:
@@ -242,6 +247,14 @@ def test_options_of_accelerate_exist() -> None:
     named = read_options(ACCELERATE)
     assert named <= launcher | plugin | sizes
     assert {name for name in launcher if name.startswith(("fsdp_", "parallelism_config_"))} <= named
+
+
+def test_methods_of_accelerate_exist() -> None:
+    rows = read_table(ACCELERATE, options=True, number=1)
+    assert len(rows) > 5
+    assert [name for left, _ in rows for name in read_codes(left) if not hasattr(accelerate.Accelerator, name)] == []
+    script = (EXAMPLES / "migrating/accelerate_after.py").read_text()
+    assert all(code in script for code in (*read_codes(rows[0][1]), *read_codes(rows[1][1])))
 
 
 def test_accelerate_reads_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

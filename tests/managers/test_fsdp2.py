@@ -136,6 +136,21 @@ def test_the_policy_of_the_config_decides_on_the_dtypes() -> None:
     run_ranks(run, 1)
 
 
+def test_the_log_says_in_which_dtypes_a_loop_computes(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> None:
+        caplog.set_level("INFO")
+        parallelize(PlainTransformer(), mp_policy=None)
+        lines = [
+            line for line in caplog.messages if line.startswith("FSDP2Manager: mesh dp_replicate 1 x dp_shard 2 x ")
+        ]
+        assert len(lines) == (dist.get_rank() == 0)
+        assert all(
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32" in line for line in lines
+        )
+
+    run_ranks(run, 2)
+
+
 RESHARDS: dict[bool | None, tuple[list[bool], int]] = {
     None: ([False, False, True], 2),
     True: ([False, False, False], 4),

@@ -17,6 +17,10 @@ from lightning_fsdp2.checkpoint.files.drafts import (
 SMALL_FILES = (".metadata", METADATA_FILE)
 """Files that every checkpoint directory has."""
 
+_ACCELERATE_WEIGHTS = "pytorch_model_fsdp_0"
+_ACCELERATE_FILES = (_ACCELERATE_WEIGHTS, "optimizer.bin", "scheduler.bin")
+"""Names that only a directory from accelerate's ``save_state`` has, at least one of them."""
+
 
 def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
     """Return the path of a checkpoint with links resolved, without checking that it is complete.
@@ -49,14 +53,29 @@ def check_is_checkpoint(path: str | AnyPath) -> AnyPath:
                 " its content with `torch.save`."
             )
         return found
+    _check_not_of_accelerate(found)
     if any(found.glob("*.safetensors")) and not (found / ".metadata").exists():
         raise ValueError(
             f"{str(found)!r} is the directory of a Hugging Face model, which holds weights only: pass it to"
             " CausalLM(pretrained=...) or `lightning_fsdp2.models.from_pretrained`."
         )
+    _check_not_their_folder(found)
     if not (found / SUMMARY_FILE).exists():  # Lightning and torch write none, and those of this package list all files
         raise_missing(found, [name for name in SMALL_FILES if not (found / name).exists()])
     return found
+
+
+def _check_not_their_folder(path: AnyPath) -> None:
+    """Refuse a folder that has checkpoints in it, and name some of them.
+
+    Raises:
+        ValueError: When ``path`` is such a folder.
+    """
+    inside = sorted(other.name for other in path.glob("*.ckpt"))
+    if inside and not (path / METADATA_FILE).exists():
+        raise ValueError(
+            f"{str(path)!r} is a folder of checkpoints, such as {inside[-1]}; give the path of one of them."
+        )
 
 
 def raise_missing(path: AnyPath, missing: Collection[str]) -> None:
@@ -79,6 +98,25 @@ def _name_similar(path: AnyPath) -> str:
     names = [other.name for other in path.parent.iterdir() if not other.name.startswith(".")]
     nearest = get_close_matches(path.name, names, n=1)
     return f"; did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else "."
+
+
+def _check_not_of_accelerate(path: AnyPath) -> None:
+    """Refuse a directory of accelerate's ``save_state``, and say how its weights can be used.
+
+    Raises:
+        ValueError: When ``path`` is such a directory, or the one of sharded weights in it.
+    """
+    is_weights = path.name == _ACCELERATE_WEIGHTS
+    if not is_weights and not any((path / name).exists() for name in _ACCELERATE_FILES):
+        return
+    weights, remedy = path if is_weights else path / _ACCELERATE_WEIGHTS, ""
+    if weights.exists():
+        remedy = f"make a model.safetensors with `accelerate merge-weights {weights} DIRECTORY`, "
+    raise ValueError(
+        f"{str(path)!r} was written by accelerate's `save_state`. Only its weights can be used, not its optimizer:"
+        f" {remedy}put the model's config.json next to model.safetensors, and pass that directory to"
+        " CausalLM(pretrained=...) or `lightning_fsdp2.models.from_pretrained`."
+    )
 
 
 def _is_archive(path: Path) -> bool:

@@ -12,6 +12,7 @@ from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
 from lightning_fsdp2.parallel.pipeline.batches import count_rows, describe_shapes, divide_batch
 from lightning_fsdp2.parallel.pipeline.run import PipelineRun
 from lightning_fsdp2.parallel.pipeline.schedule import build_orders, check_rows, get_micro_batches
+from lightning_fsdp2.ranks.same_batches import check_same_batch
 
 
 def train_on_stages(model: nn.Module, step: Callable[[Any], Tensor], batch: Any, *, is_last: bool = True) -> Tensor:
@@ -33,10 +34,13 @@ def train_on_stages(model: nn.Module, step: Callable[[Any], Tensor], batch: Any,
         The mean loss of the batch on this rank's data, the same on all stages. [] float32.
 
     Raises:
-        ValueError: If the model has no pipeline, the data parallel ranks have other numbers of rows, or the
-            micro-batches do not divide the rows.
+        ValueError: If the model has no pipeline, the first batch differs between stages, the data parallel ranks have
+            other numbers of rows, or the micro-batches do not divide the rows.
     """
     run, total = get_pipeline(model), []
+    if not run.has_compared:
+        run.has_compared = True
+        check_same_batch(batch, [run.control])
     micro_batches = _choose_number(run, count_rows(batch))
     parts = divide_batch(batch, micro_batches)
 

@@ -69,6 +69,7 @@ class PipelineRun:
         transfers: Transfers between the ranks of the pipeline.
         surround: Function that returns a context for each action. It does nothing, unless a plan records the actions.
         is_running: Whether a schedule is running.
+        has_compared: Whether the stages have compared the first batch of a plain loop.
         peak: Largest number of micro-batches in flight in the last training batch.
     """
 
@@ -86,7 +87,7 @@ class PipelineRun:
         self.gathers_once = config.reshard_after_forward in (None, False)
         self.transfers = Transfers(self.group, self.control, self.device)
         self.surround: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext()
-        self.is_running = False
+        self.is_running = self.has_compared = False
         self.peak = 0
         self._stage = 0
         self._passage: Passage | None = None

@@ -38,8 +38,8 @@ class _FakeFSDP2Manager(FSDP2Manager):
         super().__init__(replace(config, enable_compile=False, enable_async_tensor_parallel=False), device_mesh)
         self._mode = mode
 
-    def parallelize(self, model: nn.Module, *, materializes: bool = True) -> nn.Module:
-        super().parallelize(model, materializes=False)
+    def parallelize(self, model: nn.Module, *, materializes: bool = True, checks_batches: bool = True) -> nn.Module:
+        super().parallelize(model, materializes=False, checks_batches=False)
         _allocate(model, self._mode)
         return model
 

@@ -11,8 +11,9 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2.compat.lightning import set_sampler_epoch
+from lightning_fsdp2.ranks.same_batches import get_batch_fingerprint
 from lightning_fsdp2.strategies.launch.remedies import is_raised_in
-from lightning_fsdp2.strategies.parts.dataloading import get_batch_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.parts.dataloading import keep_in_step
 from lightning_fsdp2.strategies.parts.world import World
 
 

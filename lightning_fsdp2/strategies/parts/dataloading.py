@@ -1,15 +1,12 @@
 """Data loaders that yield the same number of batches on all ranks, as the forwards of sharded modules require."""
 
-import hashlib
 import itertools
-import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 
@@ -47,13 +44,6 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
     _warn_of_ragged(lengths)
     shortened = _StatefulShortenedLoader if hasattr(loader, "state_dict") else _ShortenedLoader
     return shortened(loader, min(lengths))
-
-
-def get_batch_fingerprint(batch: Any) -> str:
-    """Return a hash of a batch's content, including the values of its tensors."""
-    digest = hashlib.sha256()
-    _update_digest(digest, batch)
-    return digest.hexdigest()
 
 
 class _LoaderWrapper:
@@ -221,21 +211,3 @@ def _get_optional_guess(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _update_digest(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous()
-        digest.update(f"tensor {data.dtype} {tuple(data.shape)}".encode())
-        digest.update(data.flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"")
-    elif isinstance(value, Mapping):  # the BatchEncoding of a tokenizer is a Mapping but not a dict
-        digest.update(f"mapping of {len(value)}".encode())
-        for key in value:
-            digest.update(pickle.dumps(key))
-            _update_digest(digest, value[key])
-    elif isinstance(value, Collection) and not isinstance(value, str | bytes):
-        digest.update(f"collection of {len(value)}".encode())
-        for item in value:
-            _update_digest(digest, item)
-    else:
-        digest.update(pickle.dumps(value))

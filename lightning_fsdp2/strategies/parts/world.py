@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.config import DistributedConfig
-from lightning_fsdp2.mesh import get_extra_group, get_mesh, get_optional_mesh
+from lightning_fsdp2.mesh import get_axis_sizes, get_extra_group, get_mesh, get_optional_mesh
 from lightning_fsdp2.mesh_axes import get_pipeline_control, get_stage_control
 from lightning_fsdp2.ranks.coordination import gather_objects, get_group
 from lightning_fsdp2.sizes import CP_TP, DATA_PARALLEL, DP_CP, PIPELINE_PARALLEL, STAGE, MeshSizes
@@ -109,8 +109,7 @@ class World:
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Size of each axis of the mesh, by name. The pipeline axis is left out if there is one stage."""
-        sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
-        return sizes if self.pipeline_size == 1 else {PIPELINE_PARALLEL: self.pipeline_size, **sizes}
+        return get_axis_sizes(self.mesh)
 
     @property
     def size(self) -> int:

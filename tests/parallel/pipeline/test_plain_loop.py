@@ -155,3 +155,15 @@ def test_micro_batches_that_do_not_divide_the_rows_get_an_error() -> None:
             train_on_stages(model, lambda part: compute_loss(model, part), make_token_batches(1, size=4)[0])
 
     run_ranks(run, 2)
+
+
+def test_stages_that_read_different_first_batches_are_refused() -> None:
+    def run() -> None:
+        config = FSDP2Config()
+        mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
+        model = FSDP2Manager(config, mesh).parallelize(make_causal_lm(CONFIGS["llama"]))
+        batch = make_token_batches(2, size=4)[torch.distributed.get_rank()]
+        with pytest.raises(ValueError, match="different first batches"):
+            train_on_stages(model, lambda part: compute_loss(model, part), batch)
+
+    run_ranks(run, 2)

@@ -3,7 +3,7 @@
 import collections
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +19,10 @@ from helpers.user_modules import UserModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from transformers import BatchEncoding
 
 from lightning_fsdp2 import FSDP2Strategy, create_device_mesh
 from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
-from lightning_fsdp2.strategies.parts.dataloading import get_batch_fingerprint, keep_in_step
+from lightning_fsdp2.strategies.parts.dataloading import keep_in_step
 
 STAGES = ("fit", "validate", "test")
 
@@ -506,47 +505,6 @@ def make_batch() -> dict[str, Any]:
         "texts": ["one", "two"],
         "nested": [{"a": (1, 2.5, None)}],
     }
-
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "value": {"input_ids": torch.tensor([[0, 1, 2], [3, 4, 6]])},
-    "shape": {"input_ids": torch.arange(6).reshape(3, 2)},
-    "dtype": {"input_ids": torch.arange(6, dtype=torch.int32).reshape(2, 3)},
-    "order of values": {"input_ids": torch.tensor([[3, 4, 5], [0, 1, 2]])},
-    "bfloat16 value": {"pixels": torch.linspace(-1, 0.5, 4, dtype=torch.bfloat16)},
-    "bool": {"mask": torch.tensor([True, True])},
-    "scalar": {"scalar": torch.tensor(-1.5)},
-    "dtype of nothing": {"empty": torch.empty(0, dtype=torch.int64)},
-    "text": {"texts": ["one", "three"]},
-    "order of texts": {"texts": ["two", "one"]},
-    "nested value": {"nested": [{"a": (1, 2.25, None)}]},
-    "nested key": {"nested": [{"b": (1, 2.5, None)}]},
-    "one more key": {"more": torch.tensor(1)},
-}
-
-
-def test_fingerprints_are_equal_for_equal_batches_only() -> None:
-    fingerprints = {"unchanged": get_batch_fingerprint(make_batch())}
-    assert get_batch_fingerprint(make_batch()) == fingerprints["unchanged"]
-    not_contiguous = {**make_batch(), "input_ids": torch.arange(6).reshape(2, 3).T.contiguous().T}
-    assert get_batch_fingerprint(not_contiguous) == fingerprints["unchanged"]
-    for name, change in CHANGES.items():
-        fingerprints[name] = get_batch_fingerprint({**make_batch(), **change})
-    fingerprints["one list for two"] = get_batch_fingerprint([[1, 2], 3])
-    fingerprints["two lists for one"] = get_batch_fingerprint([[1], [2, 3]])
-    fingerprints["text for a number"] = get_batch_fingerprint({"1": 0})
-    fingerprints["number for a text"] = get_batch_fingerprint({1: 0})
-    renamed = {("inputs" if key == "input_ids" else key): value for key, value in make_batch().items()}
-    fingerprints["key"] = get_batch_fingerprint(renamed)
-    assert len(set(fingerprints.values())) == len(fingerprints)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda t: t, lambda t: [t], lambda t: (t, t), lambda t: BatchEncoding({"input_ids": t})]
-)
-def test_fingerprints_of_batches_of_any_kind(make: Callable[[Tensor], Any]) -> None:
-    assert get_batch_fingerprint(make(torch.arange(3))) == get_batch_fingerprint(make(torch.arange(3)))
-    assert get_batch_fingerprint(make(torch.arange(3))) != get_batch_fingerprint(make(torch.arange(1, 4)))
 
 
 def test_different_batches_within_a_replica_are_an_error_on_every_rank() -> None:
