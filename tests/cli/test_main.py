@@ -79,6 +79,10 @@ def test_a_misspelt_command_imports_less_than_jsonargparse(modules_of_jsonargpar
             ["verify", "{}/state"],
             "Only its weights can be used, not its optimizer: put the model's config.json next to",
         ),
+        (
+            ["verify", "{}/runs"],
+            "runs' is a folder of checkpoints, such as step=20.ckpt; give the path of one of them.",
+        ),
         (["verify", "{}/fsdp"], "fsdp/pytorch_model_fsdp_0 DIRECTORY`, put the model's config.json next to"),
         (["verify", "{}/fsdp/pytorch_model_fsdp_0"], "fsdp/pytorch_model_fsdp_0 DIRECTORY`, put the model's"),
     ],
@@ -91,6 +95,7 @@ def test_a_mistake_does_not_import_torch(args: list[str], error: str, tmp_path: 
         ("state", "model.safetensors"),
         ("state", "optimizer.bin"),
         ("fsdp/pytorch_model_fsdp_0", "x"),
+        ("runs/step=20.ckpt", "meta.pt"),
     ):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / file).touch()
@@ -99,15 +104,3 @@ def test_a_mistake_does_not_import_torch(args: list[str], error: str, tmp_path: 
     assert message.startswith("error: ")
     assert error in message
     assert slow == WITHOUT_TORCH
-
-
-def test_a_folder_of_checkpoints_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("step=10.ckpt", "step=20.ckpt"):
-        (tmp_path / name).mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        main(["verify", str(tmp_path)])
-    said = capsys.readouterr().err
-    assert (
-        said
-        == f"error: {str(tmp_path)!r} is a folder of checkpoints, such as step=20.ckpt; give the path of one of them.\n"
-    )
