@@ -46,7 +46,7 @@ _HELP = {
         " Give options of the strategy as --trainer.strategy.OPTION, or under init_args in YAML."
     ),
     "--seed_everything": "Seed of the random numbers. True stands for PL_GLOBAL_SEED or 0, and False sets none.",
-    "--ckpt_path": 'Path of a checkpoint to load, or "last" for the newest.',
+    "--ckpt_path": 'Path of a checkpoint to load, or "last" for the newest last.ckpt.',
     "--weights_only": (
         "Whether only tensors and plain values may be loaded, as in torch.load. Null leaves it to the strategy."
     ),

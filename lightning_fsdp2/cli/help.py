@@ -62,10 +62,10 @@ more help:
 """
 
 _RESUME = """\
-  --ckpt_path PATH  Checkpoint to continue from. "last" is the newest.
+  --ckpt_path PATH  Checkpoint to continue from. "last" is the newest last.ckpt.
 """
 _EVALUATED = """\
-  --ckpt_path PATH  Checkpoint to use. "last" is the newest.
+  --ckpt_path PATH  Checkpoint to use. "last" is the newest last.ckpt.
 """
 _VERBOSE = """\
   --verbose {true,false}
