@@ -245,7 +245,13 @@ def _check_groups(optimizer: Optimizer, current: list[dict[str, Any]], saved: li
 
 
 def _warn_of_other_options(optimizer: Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Warn on rank 0 if the checkpoint's options replace other options with which this run has built ``optimizer``."""
+    """Warn on rank 0 if the checkpoint's options replace other options with which this run has built ``optimizer``.
+
+    An optimizer that has made steps goes back to an earlier state, as after Lightning's search for a learning rate, and
+    its options have changed since it was built.
+    """
+    if optimizer.state:
+        return
     differences: dict[str, tuple[Any, Any]] = {}
     for group, other in zip(current, saved, strict=True):
         own, loaded = _get_options(group), _get_options(other)
