@@ -8,10 +8,8 @@ from functools import partial
 from typing import Any, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from typing_extensions import override
 
 __all__ = ["WarmupCosine"]
 
@@ -34,8 +32,7 @@ class WarmupCosine(LambdaLR):
 
     Raises:
         ValueError: When the numbers of steps or the ratio are out of range. Also in the first step after the warm-up,
-            when neither ``total_steps`` nor :meth:`fit_to_run` has set the number of steps. Also when the state of
-            such a step is loaded.
+            when neither ``total_steps`` nor :meth:`fit_to_run` has set the number of steps.
     """
 
     def __init__(
@@ -85,21 +82,6 @@ class WarmupCosine(LambdaLR):
                 f"WarmupCosine(warmup_steps={warmup_steps}): the run of {steps} steps ends during the warm-up."
             )
         self.lr_lambdas = [partial(_get_factor, **{**arguments, "total_steps": int(steps)})] * len(self.lr_lambdas)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the schedule's step, and set the rate that this schedule's own arguments give for that step.
-
-        Load the state of the optimizer first, because it contains the rate of the earlier run.
-        """
-        super().load_state_dict(state_dict)
-        rates = [rate * factor(self.last_epoch) for rate, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        self._last_lr = rates
 
 
 def _get_factor(step: int, *, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:

@@ -268,11 +268,15 @@ def _warn_of_other_options(optimizer: Optimizer, current: list[dict[str, Any]], 
 
 
 def _get_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with which a parameter group was built, without those that a schedule changes."""
+    """Return the options with which a parameter group was built, without those that schedules and callbacks change.
+
+    A learning rate is among them only if a schedule has kept the rate that the group was built with.
+    """
     changed = {"betas", "momentum"} if "max_momentum" in group else set()
     options = {key: value for key, value in group.items() if key not in _NO_OPTIONS | _IMPLEMENTATIONS | changed}
-    if "lr" in group:
-        options["lr"] = group.get("initial_lr", group["lr"])
+    options.pop("lr", None)
+    if "initial_lr" in group:
+        options["lr"] = float(group["initial_lr"])
     options = tree_map_only(Tensor, lambda tensor: tensor.tolist(), options)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 

@@ -212,17 +212,17 @@ class FSDP2CLI(LightningCLI):
 
     def _check_last(self, subcommand: str) -> None:
         """Refuse ``ckpt_path=last`` if there are only checkpoints with other names. Lightning would load none."""
-        for callback in self.trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
-                continue
-            last, ending = callback.CHECKPOINT_NAME_LAST, callback.FILE_EXTENSION
-            found = sorted(Path(callback.dirpath).glob(f"*{ending}"), key=lambda path: path.stat().st_mtime)
-            if found and not any(path.name.startswith(last) for path in found):
-                self._parser(subcommand).error(
-                    f"ckpt_path=last: {callback.dirpath} has no {last}{ending}, since ModelCheckpoint(save_last=...) is"
-                    f" not set, but it has other checkpoints. Give the newest, {found[-1]}, or another one, and set"
-                    " save_last: link."
-                )
+        callbacks = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        if len(callbacks) != len(self.trainer.checkpoint_callbacks) or any(each.dirpath is None for each in callbacks):
+            return  # what these callbacks save is not known yet
+        names = tuple(each.CHECKPOINT_NAME_LAST for each in callbacks)
+        files = [path for each in callbacks for path in Path(str(each.dirpath)).glob(f"*{each.FILE_EXTENSION}")]
+        if files and not any(path.name.startswith(names) for path in files):
+            newest = max(files, key=lambda path: path.stat().st_mtime)
+            self._parser(subcommand).error(
+                f"ckpt_path=last: {newest.parent} has no {names[0]}.ckpt, since ModelCheckpoint(save_last=...) is not"
+                f" set, but it has other checkpoints. Give the newest, {newest}, or another one, and set save_last: link."
+            )
 
     def _report(self, error: Exception, message: str) -> None:
         """End with one line about a mistake. If a library found it, name the options that it is about."""

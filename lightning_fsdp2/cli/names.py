@@ -1,12 +1,12 @@
 """Short names on the command line and in YAML, and suggestions for misspelt words."""
 
 import importlib
+import os
 import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import packages_distributions
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -120,7 +120,7 @@ def _is_class_path(name: Any) -> bool:
 
 
 def _is_config(word: str) -> bool:
-    return word.endswith((".yaml", ".yml")) or Path(word).is_file()
+    return word.endswith((".yaml", ".yml")) or os.path.isfile(word)
 
 
 def _expand_strategy(strategy: Any) -> dict[str, Any] | None:
