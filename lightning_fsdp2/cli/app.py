@@ -221,7 +221,7 @@ class FSDP2CLI(LightningCLI):
             newest = max(files, key=lambda path: path.stat().st_mtime)
             self._parser(subcommand).error(
                 f"ckpt_path=last: {newest.parent} has no {names[0]}.ckpt, since ModelCheckpoint(save_last=...) is not"
-                f" set, but it has other checkpoints. Give the newest, {newest}, or another one, and set save_last: link."
+                f" set, but it has other checkpoints. Give the newest, {newest}, or another, and set save_last: link."
             )
 
     def _report(self, error: Exception, message: str) -> None:

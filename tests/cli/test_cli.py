@@ -415,8 +415,9 @@ def test_debug_keeps_the_traceback_of_what_a_run_refuses(tmp_path, monkeypatch):
 
 
 def test_last_does_not_start_from_scratch_beside_other_checkpoints(tmp_path):
-    for name in ("step=10.ckpt", "step=20.ckpt"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
+    for step in (20, 10):
+        (tmp_path / f"runs/step={step}.ckpt").mkdir(parents=True)
+        os.utime(tmp_path / f"runs/step={step}.ckpt", (step, step))
     args = ["fit", write_text_run(tmp_path), "--trainer.devices=1", "--ckpt_path=last"]
     args += ["--trainer.callbacks=ModelCheckpoint", f"--trainer.callbacks.dirpath={tmp_path / 'runs'}"]
     end, said = run_and_catch(args)
