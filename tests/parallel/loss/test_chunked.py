@@ -73,7 +73,7 @@ def parallelize(
     model: nn.Module, *, tp_size: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **options: Any
 ) -> nn.Module:
     config = FSDP2Config(mp_policy=mp_policy or MixedPrecisionPolicy(), **options)
-    return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size)).parallelize(model)
+    return FSDP2Manager(config, create_device_mesh(config, tp_size=tp_size)).parallelize(model, checks_batches=False)
 
 
 def compute_logits(model: Any, batch: dict[str, Tensor], **inputs: Any) -> Tensor:
