@@ -72,7 +72,7 @@ def _refuse_in_fabric(name: str) -> NoReturn:
     manager = STRATEGIES[name]["class_path"].replace("Strategy", "Manager")
     raise ValueError(
         f"Fabric(strategy={name!r}) is not supported: the strategies of lightning_fsdp2 are for Lightning's Trainer."
-        f" Use it, or shard the model in a loop of your own with {manager}, as examples/plain_loop.py does."
+        f" Use the Trainer, or shard the model in a loop of your own with {manager}, as examples/plain_loop.py does."
     )
 
 

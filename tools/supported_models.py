@@ -25,10 +25,10 @@ NOT_BUILT, REFUSED = "Not built here:", "refused"
 
 OPENING = """# Supported models
 
-**A model of transformers needs no support to train under `FSDP2Strategy()`**, and neither does any other model: FSDP2
-shards parameters, whatever the architecture. (Of the families below, only `udop` is refused.) The other kinds of
-parallelism divide the computation inside a model. The tables say which families they support. They are made from the
-pages of parity, which compare the gradients of a tiny model of each family with those of one process.
+**Under `FSDP2Strategy()`, a model needs no support of its own**, because FSDP2 shards parameters, whatever the
+architecture. (Of the families below, only `udop` is refused.) The other kinds of parallelism divide the computation
+inside a model. The tables say which families they support. They are made from the pages of parity, which compare the
+gradients of a tiny model of each family with those of one process.
 
 To check your own model, ask `describe`. It builds the model without weights, applies the layout, and says what a rank
 would hold. If the model cannot have the layout, it says why:

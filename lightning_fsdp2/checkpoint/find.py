@@ -1,6 +1,7 @@
 """Find a checkpoint by its path, and check that it is complete."""
 
 import json
+import shlex
 from typing import Any
 
 from lightning_fsdp2.checkpoint.files.chunks import (
@@ -122,8 +123,8 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
     if "model" in groups and "state_dict" not in groups:
         raise ValueError(
             f"The checkpoint {str(path)!r} has its weights under 'model', as Lightning's FSDPStrategy writes them with"
-            " state_dict_type='sharded'. Convert it to a file that any strategy reads:"
-            f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+            " state_dict_type='sharded'. Convert it to a file whose weights `load_from_checkpoint` reads:"
+            f" python -m lightning.pytorch.utilities.consolidate_checkpoint {shlex.quote(str(path))}"
         )
     ends: dict[str, int] = {}
     for name, end in places:

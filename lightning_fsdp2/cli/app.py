@@ -201,6 +201,7 @@ class FSDP2CLI(LightningCLI):
         """Run a subcommand. Print one line for a mistake of the user, and a traceback for a bug."""
         if self._get(self.config, "ckpt_path") == "last":
             self._check_last(subcommand)
+        cast(RunParser, self._parser(subcommand)).has_started = True
         try:
             super()._run_subcommand(subcommand)
         except Exception as error:

@@ -97,8 +97,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def run_command(command: str, arguments: Sequence[str]) -> NoReturn:
     """Run a command for checkpoints and exit. Print one line for an error that the user can fix."""
     leave_out_noise()
-    _refuse_named(command, arguments)
-    options = vars(make_parser(command).parse_args(arguments))
+    options = parse_options(command, arguments)
     from lightning_fsdp2.checkpoint.files.paths import check_is_checkpoint  # imported only now, because it takes long
 
     try:
@@ -111,6 +110,13 @@ def run_command(command: str, arguments: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
+def parse_options(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a command for checkpoints by name."""
+    spelled = _spell_out(command, arguments)
+    _refuse_named(command, spelled)
+    return vars(make_parser(command).parse_args(spelled))
+
+
 def make_parser(command: str) -> argparse.ArgumentParser:
     """Make the parser of a command for checkpoints from the parameters of its function."""
     parser = _Parser(add_help=False, allow_abbrev=False)
@@ -119,9 +125,21 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         if parameter.default is parameter.empty:
             parser.add_argument(name, type=reader)
         else:
-            bare: dict[str, Any] = {"nargs": "?", "const": True} if parameter.annotation is bool else {}
-            parser.add_argument(f"--{name}", type=reader, default=parameter.default, **bare)
+            parser.add_argument(f"--{name}", type=reader, default=parameter.default)
     return parser
+
+
+def _spell_out(command: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with underscores in the names of options, and ``=true`` after a flag without a value."""
+    parameters = inspect.signature(COMMANDS[command]).parameters.values()
+    flags = {f"--{parameter.name}" for parameter in parameters if parameter.annotation is bool}
+    spelled: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, sign, value = argument.partition("=")
+        name = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+        is_bare = name in flags and not sign and following.lower() not in ("true", "false")
+        spelled.append(f"{name}=true" if is_bare else f"{name}{sign}{value}")
+    return spelled
 
 
 def _refuse_named(command: str, arguments: Sequence[str]) -> None:
@@ -152,12 +170,8 @@ class _Reader:
         self.choices = [choice for kind in self.kinds for choice in get_args(kind)]
 
     def __call__(self, text: str) -> Any:
-        values = [
-            _WORDS.get(text.lower(), text),
-            int(text) if text.isdecimal() else text,
-            text,
-            _DTYPES.get(text, text),
-        ]
+        number = int(text) if text.isdecimal() else text
+        values = [number, _WORDS.get(text.lower(), text), text, _DTYPES.get(text, text)]
         for value in values:
             if type(value) in self.kinds or value in self.choices:
                 return value

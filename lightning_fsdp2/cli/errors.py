@@ -13,15 +13,21 @@ def wants_traceback() -> bool:
     return os.environ.get("JSONARGPARSE_DEBUG", "").lower() == "true"
 
 
-def exit_with_error(message: str) -> NoReturn:
+def exit_with_error(message: str, *, waits: bool = False) -> NoReturn:
     """Write one line about a mistake, and end the process with code 2.
 
-    Usually all ranks of a run find the same mistake. So only the first rank of a node writes it at once. The others
-    wait, and are usually ended meanwhile, by the first rank or by torchrun. A rank that is still there after some
-    seconds has found something else, and writes it.
+    Usually all ranks of a run find the same mistake. So only the first rank of a node writes it at once.
+
+    Args:
+        message: What is wrong.
+        waits: Whether the other ranks may have found something else, and write it if they are still there after some
+            seconds. Usually they have been ended by then, by the first rank or by torchrun. If False, they write
+            nothing.
     """
     rank = _get_local_rank()
     if rank != "0":
+        if not waits:
+            sys.exit(2)
         _wait_for_first_rank()
         message = f"local rank {rank}: {message}"
     sys.stderr.write(f"error: {' '.join(message.split())}\n")

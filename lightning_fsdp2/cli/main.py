@@ -43,8 +43,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if command not in SUMMARIES and not command.startswith("-"):  # options may stand before a command
         _refuse(command)
     _check_variables()
-    if "" not in sys.path:
-        sys.path.append("")  # the working directory, for modules that the config names; others of the same name win
+    if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # for modules that the config names; installed ones of the same name win
     is_long = command == "plan"
     with show_progress("importing torch, Lightning and transformers") if is_long else nullcontext():
         from lightning_fsdp2.cli.app import run

@@ -53,7 +53,13 @@ def _remove_markup(text: str) -> str:
 
 
 class RunParser(LightningArgumentParser):
-    """Argument parser that accepts short names of strategies, and reports each mistake in a single line."""
+    """Argument parser that accepts short names of strategies, and reports each mistake in a single line.
+
+    Attributes:
+        has_started: Whether the run has started, so that one rank may find a mistake that another does not.
+    """
+
+    has_started = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_repeated_keys()
@@ -91,7 +97,7 @@ class RunParser(LightningArgumentParser):
             message = _MISSING_ERROR.sub(r"there is no \1; give it in a config (--config FILE), or as --\1", message)
             message = _NO_COMMAND_ERROR.sub("there is no command; give one first, such as fit --config FILE", message)
             hint = _TARGET_HINT if "'_target_'" in message else get_hint(message, self._list_options())
-            exit_with_error(f"{summarize(message)}{hint}")
+            exit_with_error(f"{summarize(message)}{hint}", waits=self.has_started)
         super().error(message, ex)
 
     def _list_options(self) -> set[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_fsdp2 import save_checkpoint
 from lightning_fsdp2.cli import main
-from lightning_fsdp2.cli.commands import make_parser
+from lightning_fsdp2.cli.commands import parse_options
 from lightning_fsdp2.config import dtype_from_str
 
 
@@ -112,20 +112,25 @@ def test_a_damaged_checkpoint_ends_a_process_with_2(path: Path) -> None:
     [
         (["a", "b"], {"merge": False, "overwrite": False, "verify": True}),
         (["a", "b", "--merge"], {"merge": True, "overwrite": False, "verify": True}),
+        (
+            ["--merge", "a", "--max-shard-size", "7", "b"],
+            {"merge": True, "path": "a", "output": "b", "max_shard_size": 7},
+        ),
+        (["--merge", "false", "a", "b"], {"merge": False, "path": "a"}),
         (["a", "b", "--overwrite", "--verify=false"], {"merge": False, "overwrite": True, "verify": False}),
         (["a", "b", "--dtype=bf16"], {"dtype": "bfloat16"}),
         (["a", "b", "--dtype", "fp16", "--merge", "--tokenizer=fp32"], {"dtype": "float16", "tokenizer": "fp32"}),
     ],
 )
 def test_options_in_short(arguments: list[str], options: dict[str, object]) -> None:
-    parsed = vars(make_parser("export").parse_args(arguments))
+    parsed = parse_options("export", arguments)
     assert (parsed["path"], parsed["output"]) == ("a", "b")
     assert options.items() <= parsed.items()
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
 def test_short_names_of_dtypes_are_those_of_the_package(name: str) -> None:
-    parsed = vars(make_parser("export").parse_args(["a", "b", f"--dtype={name}"]))
+    parsed = parse_options("export", ["a", "b", f"--dtype={name}"])
     assert getattr(torch, parsed["dtype"]) is dtype_from_str(name)
 
 

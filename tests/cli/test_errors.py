@@ -14,7 +14,9 @@ LAUNCHERS = {
     "srun": {"SLURM_LOCALID": "1"},
 }
 
-END = "from lightning_fsdp2.cli.errors import exit_with_error; print('ready', flush=True); exit_with_error('a mistake')"
+END = """from lightning_fsdp2.cli.errors import exit_with_error
+print("ready", flush=True)
+exit_with_error("a mistake", waits=True)"""
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,9 @@ def test_another_rank_writes_what_the_first_has_not_found(
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
         errors.exit_with_error("a mistake")
+    assert capsys.readouterr().err == "", "a mistake of the command line, which all ranks have"
+    with pytest.raises(SystemExit, match="2"):
+        errors.exit_with_error("a mistake", waits=True)
     assert capsys.readouterr().err == "error: local rank 1: a mistake\n"
 
 

@@ -72,6 +72,7 @@ def test_a_misspelt_command_imports_less_than_jsonargparse(modules_of_jsonargpar
         (["verify", "a", "--trst_checkpoint=true"], "did you mean 'trust_checkpoint'?"),
         (["consolidate", "a", "b", "--with_optimizers=maybe"], "maybe"),
         (["verify", "{}/absent"], "There is no checkpoint "),
+        (["verify", ""], "The path of the checkpoint is empty"),
         (["verify", "{}/text.txt"], "was not written by `torch.save`"),
         (["consolidate", "{}", "{}/whole.ckpt"], "is incomplete: .metadata, meta.pt is missing"),
         (["export", "{}/model", "{}/exported"], "is the directory of a Hugging Face model"),

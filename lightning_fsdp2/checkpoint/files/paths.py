@@ -1,5 +1,6 @@
 """Find a checkpoint by its path, and refuse a path at which there is none. This needs no torch."""
 
+import os
 import zipfile
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -26,8 +27,10 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
     """Return the path of a checkpoint with links resolved, without checking that it is complete.
 
     Raises:
-        FileNotFoundError: When there is nothing at the path.
+        FileNotFoundError: When there is nothing at the path, or the path is empty.
     """
+    if not str(path):
+        raise FileNotFoundError("The path of the checkpoint is empty, as if from a shell variable that is not set.")
     found = get_path(path)
     if is_local(found):
         if not found.exists():
@@ -93,7 +96,7 @@ def raise_missing(path: AnyPath, missing: Collection[str]) -> None:
 
 def _name_similar(path: AnyPath) -> str:
     """Return ``; did you mean 'PATH'?`` with what is called nearly like ``path`` in its folder, or a full stop."""
-    if not is_local(path) or not path.parent.is_dir():
+    if not is_local(path) or not path.parent.is_dir() or not os.access(path.parent, os.R_OK):
         return "."
     names = [other.name for other in path.parent.iterdir() if not other.name.startswith(".")]
     nearest = get_close_matches(path.name, names, n=1)

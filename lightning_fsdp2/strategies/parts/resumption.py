@@ -160,7 +160,7 @@ class Resumption:
         """Set Lightning's batch counts to the position of the restored data loaders.
 
         Lightning restores the counts of the earlier run, whose batch size or number of ranks may be different. The
-        count over all epochs becomes what it would be if the run had always had this batch size and these ranks.
+        count over all epochs becomes about what it would be if the run had always had this batch size and these ranks.
         """
         restore_loader_states(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
