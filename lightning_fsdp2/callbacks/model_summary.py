@@ -19,7 +19,9 @@ _COUNTS = ("Params", "Trainable", "On this rank")
 
 
 class ModelSummary(callbacks.ModelSummary):
-    """Table like that of Lightning's ``ModelSummary``, for a sharded model. The command line uses this callback.
+    """Callback that prints a table like that of Lightning's ``ModelSummary``, for a sharded model.
+
+    The command line uses it unless the config has another summary, or ``enable_model_summary=False``.
 
     A module has the name of its own class, without the prefix that ``fully_shard`` adds. The table counts a module's
     parameters and the trainable ones among them, of the whole model, and then those that rank 0 holds after sharding.

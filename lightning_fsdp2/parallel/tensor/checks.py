@@ -91,19 +91,19 @@ def warn_of_packed(models: list[MatchedModel]) -> None:
     rank 0 logs the warning.
     """
     patterns = {
-        re.sub(r"\.\d+\.", ".*.", name): entry.style
+        re.sub(r"\.\d+\.", ".*.", name)
         for model in models
         if model.is_given or is_registered(model.module)
         for name, entry in model.entries.items()
-        if isinstance(entry.style, ColumnWise) and entry.style.sections in (None, 2) and not entry.style.gather_output
+        if isinstance(entry.style, ColumnWise) and entry.style.sections is None and not entry.style.gather_output
         if isinstance(entry.module, nn.Linear) and entry.module.out_features == 3 * entry.module.in_features
+        if re.search("attn|attention|qkv", name)  # and not an MLP
     }
-    for pattern, style in patterns.items() if dist.get_rank() == 0 else ():
+    for pattern in sorted(patterns) if dist.get_rank() == 0 else ():
         logger.warning(
             "tp_plan[%r]: this layer writes three times as many features as it reads. If these are queries, keys and"
-            " values, each rank needs its part of each of the three: use 'qkv_colwise' instead of %r.",
+            " values, each rank needs its part of each of the three: use 'qkv_colwise' instead of 'colwise'.",
             pattern,
-            "colwise" if style.sections is None else "packed_colwise",
         )
 
 
