@@ -84,7 +84,7 @@ COMMANDS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*PLAN, "--memory_bandwidth=0"), ("memory_bandwidth=0", "more than 0")),
     (("verify", "absent"), ("absent",)),
     (("verify", "text.txt"), ("text.txt", "torch.save")),
-    (("consolidate", "text.txt", "out"), ("text.txt", "single file")),
+    (("consolidate", "text.txt", "out"), ("text.txt", "torch.save")),
     (("consolidate", "a", "b", "--verify=perhaps"), ("verify=perhaps", "true or false")),
     (("export", "run.ckpt"), ("output",)),
     (("export", "a", "b", "c"), ("unrecognized arguments: c",)),
