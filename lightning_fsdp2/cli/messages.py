@@ -71,13 +71,13 @@ def summarize(message: str) -> str:
 def name_options(message: str, config: Namespace) -> str:
     """Return the options that a library's message is about, each with its value, to append to the message.
 
-    These are the options whose value the message quotes, and the options of the Trainer that it names, since it rarely
-    says both.
+    These are the options whose value is a word of the message, and the options of the Trainer that it names, since it
+    rarely says both.
     """
     found = []
     for option, value in _walk(config):
         name = option.rpartition(".")[2]
-        is_quoted = isinstance(value, str) and len(value) > 2 and _quotes(message, value)
+        is_quoted = isinstance(value, str) and len(value) > 2 and _has_word(message, value)
         is_named = option.startswith("trainer.") and value is not None and f"`{name}`" in message
         if is_quoted or is_named:
             found.append(f"{option}={value!r}")
@@ -98,10 +98,8 @@ def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _quotes(text: str, value: str) -> bool:
-    """Return whether a text has a value in quotation marks or, if the value is no plain word, as a word."""
-    mark = "" if re.search(r"[^A-Za-z]", value) else "['\"`]"
-    return re.search(rf"(?<![\w.-]){mark}{re.escape(value)}{mark}(?![\w-]|\.\w)", text) is not None
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-]|\.\w)", text) is not None
 
 
 def is_about_type(reason: str) -> bool:
