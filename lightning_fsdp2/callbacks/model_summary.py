@@ -24,9 +24,9 @@ class ModelSummary(callbacks.ModelSummary):
     The command line uses it unless the config has another summary, or ``enable_model_summary=False``.
 
     A module has the name of its own class, without the prefix that ``fully_shard`` adds. The table counts a module's
-    parameters and the trainable ones among them, of the whole model, and then those that rank 0 holds after sharding.
-    With pipeline parallelism, the table leaves out what only other pipeline ranks hold. The table has no FLOPs,
-    because Lightning's are 0 for a module without ``example_input_array``; the callback ``Throughput`` counts them.
+    parameters and the trainable ones among them, and then those that rank 0 holds after sharding. With pipeline
+    parallelism, it has only the stages of rank 0. The table has no FLOPs, because Lightning's are 0 for a module without
+    ``example_input_array``; the callback ``Throughput`` counts them.
 
     Args:
         max_depth: How many levels of modules the table has; 0 prints no table, and -1 prints all levels.

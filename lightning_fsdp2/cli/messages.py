@@ -157,7 +157,7 @@ def _describe_classes(types: str, *, is_mapping: bool) -> list[str]:
         elif not is_mapping:
             examples = sorted({each.__name__ for each in _walk_subclasses(kind)})
             such_as = f" (such as {', '.join(examples)})" if 0 < len(examples) <= _MOST_CLASSES else ""
-            words.append(f"the class path of a {name}{such_as}")
+            words.append(f"the class path of {'an' if name[0] in 'AEIOU' else 'a'} {name}{such_as}")
     if is_mapping and not words:
         return ["a mapping of class_path and init_args, with the options under init_args"]
     return words or ["a class path"]

@@ -360,9 +360,12 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
         try:
             return AutoTokenizer.from_pretrained(tokenizer)
         except (OSError, ValueError) as error:
+            is_there = Path(tokenizer).is_dir()
+            problem = (
+                "the files cannot be read" if is_there else "neither a directory nor a readable tokenizer on the Hub"
+            )
             raise ValueError(
-                f"export_hf(tokenizer={str(tokenizer)!r}) is not a directory with a tokenizer, and cannot be loaded"
-                f" from the Hub: {str(error).splitlines()[0]}"
+                f"export_hf(tokenizer={str(tokenizer)!r}): {problem}: {str(error).partition(chr(10))[0]}"
             ) from error
     if tokenizer is None and _has_tokenizer(default):
         return AutoTokenizer.from_pretrained(default, local_files_only=True)

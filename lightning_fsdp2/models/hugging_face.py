@@ -147,7 +147,7 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"CausalLM({source!r}): this is neither a directory with a config.json nor a readable model on the"
-                f" Hub: {str(error).splitlines()[0]}"
+                f" Hub: {str(error).partition(chr(10))[0]}"
             ) from None
     fields = dict(source)
     model_type = fields.pop("model_type", None)

@@ -173,7 +173,7 @@ class Resumption:
         for count in counts:
             if count is not None and count != progress.current.ready:
                 ready, shift = progress.current.ready, count - progress.current.ready
-                # earlier epochs had more or fewer batches by the same factor; if the epoch is repeated, they did not
+                # scale the batches of earlier epochs, too, but not if this epoch is repeated from its first batch
                 of_all = round(progress.total.ready * shift / ready) if count and ready else shift
                 progress.total, progress.current = _shift(progress.total, of_all), _shift(progress.current, shift)
 
