@@ -25,8 +25,8 @@ class ModelSummary(callbacks.ModelSummary):
 
     A module has the name of its own class, without the prefix that ``fully_shard`` adds. The table counts a module's
     parameters and the trainable ones among them, and then those that rank 0 holds after sharding. With pipeline
-    parallelism, it has only the stages of rank 0. The table has no FLOPs, because Lightning's are 0 for a module without
-    ``example_input_array``; the callback ``Throughput`` counts them.
+    parallelism, it has only the stages of rank 0. The table has no FLOPs, because Lightning's are 0 for a module
+    without ``example_input_array``; the callback ``Throughput`` counts them.
 
     Args:
         max_depth: How many levels of modules the table has; 0 prints no table, and -1 prints all levels.
