@@ -127,7 +127,8 @@ class ParallelSizes:
             if world_size % product != 0:
                 raise ValueError(
                     f"{_multiply(others)} = {product} does not divide the world size {world_size}; choose sizes"
-                    f" that do, or start {_next_multiple(world_size, product)} processes."
+                    f" that do{_suggest_size(world_size, others)}, or start {_next_multiple(world_size, product)}"
+                    " processes."
                 )
             return world_size // product
         dp = _check_size("dp_size", size)
@@ -165,6 +166,18 @@ def _check_size(name: str, size: int | str | None) -> int:
 def _multiply(sizes: dict[str, int]) -> str:
     """Return the multiplication of sizes as text, such as ``"cp_size=1 x tp_size=2"``."""
     return " x ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _suggest_size(world_size: int, sizes: dict[str, int]) -> str:
+    """Return ``, such as tp_size=4 or 8`` if another number for one of the sizes would be possible, or ``""``."""
+    for name, size in sizes.items():
+        rest, remainder = divmod(world_size, math.prod(sizes.values()) // size)
+        if size == 1 or remainder:
+            continue
+        smaller = max(number for number in _divisors(rest) if number < size)
+        larger = next((f" or {number}" for number in _divisors(rest) if number > size), "")
+        return f", such as {name}={smaller}{larger}"
+    return ""
 
 
 def _divisors(number: int) -> list[int]:

@@ -117,8 +117,8 @@ def test_sizes_of_sixteen_ranks_with_a_pipeline(options: dict[str, Any], expecte
         (
             8,
             {"pp_size": 3, "tp_size": 2},
-            "pp_size=3 x cp_size=1 x tp_size=2 = 6 does not divide the world size 8; choose sizes that do, or start 12"
-            " processes.",
+            "pp_size=3 x cp_size=1 x tp_size=2 = 6 does not divide the world size 8; choose sizes that do, such as"
+            " pp_size=2 or 4, or start 12 processes.",
         ),
         (
             24,
@@ -152,12 +152,14 @@ def test_sizes_of_sixteen_ranks_with_a_pipeline(options: dict[str, Any], expecte
         (
             8,
             {"cp_size": 2, "tp_size": 3},
-            "cp_size=2 x tp_size=3 = 6 does not divide the world size 8; choose sizes that do, or start 12 processes.",
+            "cp_size=2 x tp_size=3 = 6 does not divide the world size 8; choose sizes that do, such as tp_size=2 or 4,"
+            " or start 12 processes.",
         ),
         (
             2,
             {"tp_size": 4},
-            "cp_size=1 x tp_size=4 = 4 does not divide the world size 2; choose sizes that do, or start 4 processes.",
+            "cp_size=1 x tp_size=4 = 4 does not divide the world size 2; choose sizes that do, such as tp_size=2, or"
+            " start 4 processes.",
         ),
         (
             24,
@@ -256,7 +258,9 @@ def test_sizes_are_refused_before_a_process_group_exists(config: Any, options: d
 
 def test_the_world_is_what_torchrun_says_where_no_group_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
-    with pytest.raises(ValueError, match="does not divide the world size 6; choose sizes that do, or start 8 process"):
+    with pytest.raises(
+        ValueError, match="does not divide the world size 6; choose sizes that do, such as tp_size=3 or 6, or"
+    ):
         create_device_mesh(tp_size=4)
     assert not dist.is_initialized()
 

@@ -1,6 +1,7 @@
 """The program ``lightning-fsdp2``. It imports torch, which takes seconds, only for commands that need it."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -45,10 +46,13 @@ def main(args: Sequence[str] | None = None) -> None:
     _check_variables()
     if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # for modules that the config names; installed ones of the same name win
-    is_long = command == "plan"
-    with show_progress("importing torch, Lightning and transformers") if is_long else nullcontext():
-        from lightning_fsdp2.cli.app import run
-    run(args)
+    shows_progress = command in ("describe", "plan")
+    try:
+        with show_progress("importing torch, Lightning and transformers") if shows_progress else nullcontext():
+            from lightning_fsdp2.cli.app import run
+        run(args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # as a shell reports it
 
 
 def _refuse(command: str) -> NoReturn:

@@ -18,6 +18,7 @@ from lightning_fsdp2.cli.messages import list_subclasses
 from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
 
 _FLAG = "--trainer.strategy"
+_MODEL_DIRECTORY = re.compile(r"(?:^unrecognized arguments: |Path is not a file: ')([^-\s'][^\s']*)")
 _MOST_OPTIONS = 20
 """Number of options up to which all are listed if none is similar to the given one."""
 
@@ -58,7 +59,8 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
     """Expand short names of strategies in YAML: in a plain config, or in a config with a section for each command.
 
     Raises:
-        ValueError: When ``content`` is not YAML, or has a key twice; the message names the line.
+        ValueError: When ``content`` is not YAML, or has a key twice; the message names the line. Or when it is the
+            config of a Hugging Face model.
     """
     try:
         config = get_loader("yaml")(content)
@@ -78,6 +80,8 @@ def expand_yaml(content: str, commands: Iterable[str]) -> str:
             f"{str(config)[:50]!r} is not a mapping of options; begin with a section, such as `trainer:`, and indent"
             " its options."
         )
+    if "model_type" in config:
+        raise ValueError("this describes a model, not a run: give its directory with --model.pretrained DIRECTORY.")
     sections = (config, *(config.get(command) for command in commands))
     trainers = [section["trainer"] for section in sections if isinstance(section, dict) and "trainer" in section]
     is_changed = False
@@ -102,6 +106,8 @@ def get_hint(message: str, options: Iterable[str]) -> str:
         return f"; to choose a recipe, write {{recipe: {found[1]}}}"
     if (found := re.match(r"unrecognized arguments: ([^-\s]\S*)", message)) and _is_config(found[1]):
         return f"; did you mean --config {found[1]}?"
+    if (found := _MODEL_DIRECTORY.search(message)) and os.path.isfile(os.path.join(found[1], "config.json")):
+        return f"; to name a model, use --model CausalLM --model.pretrained {found[1]}"
     try:
         word, candidates = _find_unknown(message, options)
     except (ImportError, AttributeError, NameError, TypeError, ValueError):

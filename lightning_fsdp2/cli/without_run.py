@@ -17,12 +17,13 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_fsdp2.cli.progress import show_progress
 from lightning_fsdp2.data.module import SequenceDataModule
+from lightning_fsdp2.plan.notes import get_notes_on_extras
 from lightning_fsdp2.plan.plot import check_plot, draw_plan
 from lightning_fsdp2.plan.result import Plan
-from lightning_fsdp2.plan.run import get_notes_on_extras, plan_run, search_run
+from lightning_fsdp2.plan.run import Planner, make_planner
 from lightning_fsdp2.plan.sharding_table import write_tables
 from lightning_fsdp2.plan.simulation.sharding import describe
-from lightning_fsdp2.plan.table import write_json, write_plan, write_search
+from lightning_fsdp2.plan.table import write_changes, write_json, write_plan, write_search
 from lightning_fsdp2.plan.timing.devices import get_device
 from lightning_fsdp2.recipes.imports import import_class_from_path
 
@@ -120,7 +121,7 @@ class CLITrainer(Trainer):
             suggest: Whether to also plan changes that would help, if the run does not fit in memory.
             search: YAML file to write with the layout that has the shortest steps. To train with this layout, pass
                 the file to the fit command as a second --config.
-            search_seconds: Time limit of the search in seconds. After this time, it starts no further simulations.
+            search_seconds: Time limit of the search in seconds. Planning the best layout then takes further time.
             cache_dir: Folder in which a search stores its simulations for later searches; null stores nothing.
             json: File for all numbers; - prints them instead of the tables.
             plot: File for a plot of memory and traffic, .png or .svg.
@@ -140,32 +141,66 @@ class CLITrainer(Trainer):
                 f"ranks={ranks} with search={search!r}: a search chooses the ranks itself; leave ranks out."
             )
         _check_files(search=search, json=json, plot=plot)
-        ranks = [ranks] if isinstance(ranks, int) else ranks
-        options: dict[str, Any] = {"datamodule": datamodule, "world_size": world_size, "device": target}
-        with show_progress("planning") as on_progress, without_infos():
-            options |= {"processes": processes, "on_progress": on_progress}
-            plan: Plan | None
+        notes = get_notes_on_extras(self.about_run.extras)
+        with without_infos():
+            planner = make_planner(
+                self, model, datamodule=datamodule, world_size=cast(int, world_size), device=target, processes=processes
+            )
             if search is None:
-                plan = plan_run(self, model, ranks=ranks, suggest=suggest, **options)
+                _plan([ranks] if isinstance(ranks, int) else ranks, planner, notes, suggest, json=json, plot=plot)
             else:
-                options |= {"seconds": search_seconds, "cache_dir": cache_dir, "cache_key": self.about_run.config}
-                plan = _search(self, model, search, sys.stderr if json == "-" else sys.stdout, **options)
-        if plan is None:
-            return
-        notes = [*plan.notes, *get_notes_on_extras(self.about_run.extras)]
-        _write_plan(replace(plan, notes=notes), json=json, plot=plot)
+                options = {"seconds": search_seconds, "cache_dir": cache_dir, "cache_key": self.about_run.config}
+                _search(Path(search), planner, notes, json=json, plot=plot, **options)
 
 
-def _search(trainer: Trainer, model: LightningModule, path: str, output: TextIO, **options: Any) -> Plan | None:
-    """Print the best layouts, write the best one to ``path`` and return its plan. Return None if no layout fits."""
-    result = search_run(trainer, model, **options)
-    write_search(result, output)
-    if result.plan is not None:
-        Path(path).write_text(yaml.safe_dump(result.configs[0], sort_keys=False))
-        output.write(f"\n{path} has the first of them: fit --config RUN.yaml --config {path}\n\n")
-    else:
+def _plan(
+    ranks: list[int] | None, planner: Planner, notes: list[str], suggest: bool, *, json: str | None, plot: str | None
+) -> None:
+    """Print the plan of a run, and then the changes that would help it to fit."""
+    with show_progress("planning the run"):
+        plan = planner.plan(ranks)
+    plan = replace(plan, notes=[*plan.notes, *notes])
+    is_complete = plan.verdict == "fits" or not suggest
+    if is_complete or json != "-":  # what is printed is one JSON document, with the changes
+        _write_plan(plan, json=json, plot=plot)
+    if is_complete:
+        return
+    with show_progress("planning changes that would help") as on_progress:
+        plan = replace(plan, changes=planner.find_changes(plan, on_progress))
+    if json is not None:
+        write_json(plan, json)
+    if json != "-":
+        write_changes(plan.changes, sys.stdout)
+
+
+def _search(
+    path: Path, planner: Planner, notes: list[str], *, json: str | None, plot: str | None, **options: Any
+) -> None:
+    """Print the best layouts, write the best one to ``path``, and print its plan."""
+    output = sys.stderr if json == "-" else sys.stdout
+    with show_progress("trying layouts") as on_progress:
+        found = planner.search(**options, on_progress=on_progress)
+    write_search(found, output)
+    if not found.best:
         output.write(f"{path} was not written.\n")
-    return result.plan
+        return
+    _write_layout(planner.describe_config(found.best[0].knobs), path, output)
+    with show_progress("planning the best layout with all of its layers"):
+        result = planner.plan_best(found)
+    if result.plan is None:
+        path.unlink()
+        output.write(f"With all of its layers, none of these layouts fits; {path} was removed.\n")
+        return
+    if passed_over := len(found.best) - len(result.search.best):
+        output.write(f"With all of its layers, layout {passed_over + 1} is the first of them that fits.\n")
+        _write_layout(result.configs[0], path, output)
+    _write_plan(replace(result.plan, notes=[*result.plan.notes, *notes]), json=json, plot=plot)
+
+
+def _write_layout(config: dict[str, Any], path: Path, output: TextIO) -> None:
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    output.write(f"\n{path} has the best of them: fit --config RUN.yaml --config {path}\n\n")
+    output.flush()
 
 
 def _write_plan(plan: Plan, *, json: str | None, plot: str | None) -> None:

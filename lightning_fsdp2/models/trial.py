@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from lightning_fsdp2.compat.torch_simulation import with_values
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -89,7 +91,8 @@ def _try_cuts(config: "PretrainedConfig") -> Trial | None:
     try:
         for cuts_widths in (True, False):
             # transformers may raise any error if the reduced fields of a config do not fit together
-            with suppress(Exception):
+            # a plan may ask while tensors are fake, but a trial reads values
+            with suppress(Exception), with_values():
                 return _try(_cut(config, cuts_widths))
         return None
     finally:

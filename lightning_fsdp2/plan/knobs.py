@@ -1,5 +1,6 @@
 """Settings, such as parallel sizes and micro-batch sizes, that a plan may vary without changing the training."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,6 +134,19 @@ def get_differences(before: Knobs, after: Knobs) -> dict[str, Any]:
     """Return the settings and flags that differ between ``before`` and ``after``, with their values in ``after``."""
     old, new = _get_settings(before), _get_settings(after)
     return {name: value for name, value in new.items() if value != old[name]}
+
+
+def merge(before: Knobs, first: Knobs, second: Knobs) -> Knobs | None:
+    """Return ``before`` with the changes of both other settings; None if both change the same setting."""
+    changes, others = get_differences(before, first), get_differences(before, second)
+    if changes.keys() & others.keys():
+        return None
+    flags = {name: getattr(second.config, name) for name in others if hasattr(second.config, name)}
+    values = {name: value for name, value in others.items() if name not in flags}
+    dp = second.dp if second.dp != before.dp else first.dp
+    with suppress(ValueError):  # raised by the config if the flags cannot be combined
+        return replace(first, dp=dp, **values).with_flags(**flags)
+    return None
 
 
 def _get_settings(knobs: Knobs) -> dict[str, Any]:

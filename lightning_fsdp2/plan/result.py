@@ -146,6 +146,7 @@ class Change:
     """Peak memory of the changed run in bytes."""
 
     reserved: Reserved
+    verdict: Verdict
     at_least: float
     """Lower bound of the step time in seconds. The number of samples per step is unchanged."""
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from lightning_fsdp2.compat.torch import tree_map_with_path
 from lightning_fsdp2.data.module import SequenceDataModule
 from lightning_fsdp2.parallel.layers.float8 import make_device_error
+from lightning_fsdp2.parallel.pipeline.schedule import check_rows
 from lightning_fsdp2.plan.cache import Cache, get_run_fingerprint
 from lightning_fsdp2.plan.knobs import Knobs, build_config, get_sequence_length, read_knobs
 from lightning_fsdp2.plan.layouts import plan_pipeline, plan_ranks
+from lightning_fsdp2.plan.notes import LOAD, get_notes
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.remedies import find_changes
-from lightning_fsdp2.plan.result import Batch, Plan
+from lightning_fsdp2.plan.result import Batch, Change, Plan
 from lightning_fsdp2.plan.search import Search, search
 from lightning_fsdp2.plan.simulation.step import check_strategy
 from lightning_fsdp2.plan.timing.devices import Device, get_device
@@ -27,51 +29,6 @@ from lightning_fsdp2.strategies import FSDP2Strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-
-_MEMORY = (
-    "Allocated is exact; what the process holds is a range. The lower end counts no unused parts of segments. The upper"
-    " end counts torch's whole segments, plus a tenth, and the largest amounts that CUDA, cuBLAS, NCCL and attention"
-    " were measured to take."
-)
-_TIMES = (
-    "The bound assumes the rates of the data sheet, one kernel for each operation, rings over the slowest link without"
-    " latency, and all possible overlap. The estimate assumes the published rates of kernels and NCCL, and no overlap."
-)
-_COMPILED = (
-    "Planned without torch.compile, which fuses operations and reuses memory. A compiled step needs less time and"
-    " memory."
-)
-_OFFLOADED = (
-    "Weights, gradients and optimizer states are in host memory, and the optimizer steps there. The time for this step"
-    " and for copies is not modelled."
-)
-_BY_HAND = (
-    "The module optimizes by hand: the plan assumes that it does with every batch what it does with the first ones."
-)
-_LOAD = 2
-"""Number of tokens that a rank's experts get at uneven routing, as a multiple of the number at even routing."""
-
-_EXPERTS = (
-    "Routing is assumed to be even: in each layer, the experts of all ranks get the same number of tokens. The memory"
-    f" at {_LOAD} times the load is that of a rank whose experts get {_LOAD} times as many tokens in every layer."
-)
-_CHANGE_STEPS = (
-    "EMAWeightAveraging",
-    "ExponentialMovingAverage",
-    "GradientAccumulationScheduler",
-    "StochasticWeightAveraging",
-    "WeightAveraging",
-)
-"""Callbacks of Lightning and this package that keep extra weights, or change the number of micro-batches in a step."""
-
-_ALIKE = "All ranks hold the same amount, so only rank 0 is shown."
-_ALIKE_IN_STAGES = (
-    "The ranks of a stage hold the same amount, so the first rank of each pipeline rank shown stands for it."
-)
-_PIPELINE = (
-    "The times include waiting of the pipeline's ranks for each other, from the times of the stages shown. Stages that"
-    " are not shown are assumed to take as long as those, by their numbers of layers. Placements are those of rank 0."
-)
 
 
 @dataclass(frozen=True)
@@ -84,6 +41,83 @@ class SearchResult:
 
     configs: list[dict[str, Any]]
     """Additions to the YAML of the run, one for each of ``search.best``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """A run that is ready to be planned. :func:`make_planner` makes it from a Trainer and a module."""
+
+    run: Run
+    knobs: Knobs
+    """Current settings of the run."""
+
+    describe_config: Callable[[Knobs], dict[str, Any]]
+    """Function that returns the additions to the YAML of the run that change its settings to other ones."""
+
+    processes: int | None = None
+    """Number of simulations that run at once. None for one per CPU."""
+
+    def plan(self, ranks: Sequence[int] | None = None) -> Plan:
+        """Plan the run without changes. The argument and the errors are those of :func:`plan_run`."""
+        return _plan(self.run, self.knobs, _check_ranks(ranks, self.run.world_size), processes=self.processes)
+
+    def find_changes(self, plan: Plan, on_progress: Callable[[int, int], None] | None = None) -> list[Change]:
+        """Return changes that would help the run with this plan to fit. Return none if it fits."""
+        if plan.verdict == "fits":
+            return []
+        options: dict[str, Any] = {"processes": self.processes, "on_progress": on_progress}
+        return find_changes(self.run, self.knobs, plan, self.describe_config, **options)
+
+    def search(
+        self,
+        *,
+        seconds: float = 600,
+        cache_dir: str | Path | None = None,
+        cache_key: str = "",
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Search:
+        """Search for the layout with the shortest step time. The arguments and errors are those of :func:`search_run`.
+
+        The search simulates only a few layers. :meth:`plan_best` then plans the best layout with all of them.
+        """
+        if seconds < 0:
+            raise ValueError(f"seconds={seconds} (--search_seconds) is negative; use a number >= 0.")
+        strategy = self.run.trainer.strategy
+        if not isinstance(strategy, FSDP2Strategy):
+            raise TypeError(
+                f"A search varies the mesh of FSDP2Strategy, but the run uses {type(strategy).__name__}; use"
+                " trainer.strategy=fsdp2."
+            )
+        cache = None
+        if cache_dir is not None:
+            [(_, fingerprint)] = run_in_processes([partial(get_run_fingerprint, self.run)])
+            cache = Cache(cache_dir, f"{cache_key} {fingerprint}")
+        return search(
+            self.run,
+            self.knobs,
+            sequence_length=get_sequence_length(self.run.batch),
+            seconds=seconds,
+            cache=cache,
+            processes=self.processes,
+            on_progress=on_progress,
+        )
+
+    def plan_best(self, found: Search) -> SearchResult:
+        """Plan the best layouts of a search with the whole model, until one is as good as the search has found.
+
+        The search has only extrapolated their memory from a few layers, and the whole model may need more.
+        """
+        planned: list[tuple[int, Plan]] = []
+        for number, candidate in enumerate(found.best):
+            plan = _plan(self.run, candidate.knobs, None, processes=self.processes)
+            planned += [(number, plan)] if plan.verdict != "does not fit" else []
+            if plan.verdict in ("fits", candidate.verdict):
+                break
+        if not planned:
+            return SearchResult(replace(found, best=[]), None, [])
+        number, plan = next((one for one in planned if one[1].verdict == "fits"), planned[0])
+        best = found.best[number:]
+        return SearchResult(replace(found, best=best), plan, [self.describe_config(other.knobs) for other in best])
 
 
 def plan_run(
@@ -132,13 +166,11 @@ def plan_run(
         ValueError: When the device is not known, a rank does not exist, the strategy would refuse these sizes or this
             model, there is no batch, or the step depends on the values of tensors.
     """
-    run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
-    plan = _plan(run, knobs, _check_ranks(ranks, world_size), processes=processes)
-    if plan.verdict == "fits" or not suggest:
-        return plan
-    describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
-    changes = find_changes(run, knobs, plan, describe_config, processes=processes, on_progress=on_progress)
-    return replace(plan, changes=changes)
+    planner = make_planner(
+        trainer, module, batch, datamodule=datamodule, world_size=world_size, device=device, processes=processes
+    )
+    plan = planner.plan(ranks)
+    return replace(plan, changes=planner.find_changes(plan, on_progress)) if suggest else plan
 
 
 def search_run(
@@ -168,7 +200,8 @@ def search_run(
         datamodule: See :func:`plan_run`.
         world_size: See :func:`plan_run`.
         device: See :func:`plan_run`.
-        seconds: Time limit in seconds. After this time, no further simulation starts.
+        seconds: Time limit in seconds. Simulations that run at the end of this time are stopped. Planning the best
+            layout takes further time.
         cache_dir: Folder that keeps the results of simulations for later searches of this run. None for no cache.
         cache_key: Text that distinguishes runs that the cache cannot tell apart. The cache already distinguishes runs
             by the built module, its optimizers, its batch, the Trainer's options and the loaded Python files. The
@@ -184,46 +217,24 @@ def search_run(
         ValueError: When :func:`plan_run` would raise it, ``seconds`` is negative, or ``cache_dir`` cannot be written
             to.
     """
-    if seconds < 0:
-        raise ValueError(f"seconds={seconds} (--search_seconds) is negative; use a number >= 0.")
-    if not isinstance(trainer.strategy, FSDP2Strategy):
-        raise TypeError(
-            f"A search varies the mesh of FSDP2Strategy, but the run uses {type(trainer.strategy).__name__}; use"
-            " trainer.strategy=fsdp2."
-        )
-    run, knobs = _prepare(trainer, module, batch, datamodule, world_size, device)
-    cache = None
-    if cache_dir is not None:
-        [(_, fingerprint)] = run_in_processes([partial(get_run_fingerprint, run)])
-        cache = Cache(cache_dir, f"{cache_key} {fingerprint}")
-    found = search(
-        run,
-        knobs,
-        sequence_length=get_sequence_length(run.batch),
-        seconds=seconds,
-        cache=cache,
-        processes=processes,
-        on_progress=on_progress,
+    planner = make_planner(
+        trainer, module, batch, datamodule=datamodule, world_size=world_size, device=device, processes=processes
     )
-    describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
-    # Plan the best candidates with the whole model. The search has only extrapolated their memory from a few layers,
-    # and the whole model may need more.
-    planned: list[tuple[int, Plan]] = []
-    for number, candidate in enumerate(found.best):
-        plan = _plan(run, candidate.knobs, None, processes=processes)
-        planned += [(number, plan)] if plan.verdict != "does not fit" else []
-        if plan.verdict in ("fits", candidate.verdict):
-            break
-    if not planned:
-        return SearchResult(replace(found, best=[]), None, [])
-    number, plan = next((one for one in planned if one[1].verdict == "fits"), planned[0])
-    best = found.best[number:]
-    return SearchResult(replace(found, best=best), plan, [describe_config(other.knobs) for other in best])
+    found = planner.search(seconds=seconds, cache_dir=cache_dir, cache_key=cache_key, on_progress=on_progress)
+    return planner.plan_best(found)
 
 
-def _prepare(
-    trainer: Any, module: Any, batch: Any, datamodule: Any, world_size: int, device: str | Device
-) -> tuple[Run, Knobs]:
+def make_planner(
+    trainer: Any,
+    module: Any,
+    batch: Any = None,
+    *,
+    datamodule: Any = None,
+    world_size: int,
+    device: str | Device = "h100",
+    processes: int | None = None,
+) -> Planner:
+    """Read the options of a run. The arguments and errors are those of :func:`plan_run`."""
     target = get_device(device) if isinstance(device, str) else device
     nodes = _get_nodes(world_size, target)
     _check_float8(check_strategy(trainer.strategy).config, target)
@@ -236,7 +247,10 @@ def _prepare(
         num_nodes=nodes,
         accumulation=_get_accumulation(trainer, datamodule, world_size, nodes),
     )
-    return Run(trainer, module, batch, world_size, nodes, target), knobs
+    check_rows(knobs.batch_size, knobs.micro_batches)
+    run = Run(trainer, module, batch, world_size, nodes, target)
+    describe_config = _get_config_builder(trainer.strategy, datamodule, knobs)
+    return Planner(run=run, knobs=knobs, describe_config=describe_config, processes=processes)
 
 
 def _check_float8(config: Any, device: Device) -> None:
@@ -254,7 +268,7 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int] | None, *, processes: int | N
 
     Of a pipeline, the first ranks of some stages show the most.
     """
-    options: dict[str, Any] = {"load": _LOAD, "processes": processes}
+    options: dict[str, Any] = {"load": LOAD, "processes": processes}
     planned = plan_ranks(run, knobs, ranks if ranks and knobs.pp == 1 else [0], **options)
     first, plans = planned[0], [rank.plan for rank in planned]
     if first.pipeline is not None:
@@ -269,12 +283,10 @@ def _plan(run: Run, knobs: Knobs, ranks: list[int] | None, *, processes: int | N
         ranks=plans,
         changes=[],
         pipeline=first.pipeline,
-        notes=[
-            *_get_notes(run, knobs, is_even=ranks is None and first.is_even),
-            *get_notes_on_extras([_get_path(type(callback)) for callback in run.trainer.callbacks]),
-        ],
+        notes=[],
     )
-    return replace(plan, notes=[*_judge_float8(run, knobs, plan, ranks, processes=processes), *plan.notes])
+    judgement = _judge_float8(run, knobs, plan, ranks, processes=processes)
+    return replace(plan, notes=[*judgement, *get_notes(run, knobs, plan, is_even=ranks is None and first.is_even)])
 
 
 def _judge_float8(run: Run, knobs: Knobs, plan: Plan, ranks: list[int] | None, *, processes: int | None) -> list[str]:
@@ -301,17 +313,6 @@ def _judge_float8(run: Run, knobs: Knobs, plan: Plan, ranks: list[int] | None, *
     return [note + " ".join(remedies)]
 
 
-def get_notes_on_extras(paths: Sequence[str]) -> list[str]:
-    """Return notes on the callbacks and plugins, given by class path, whose memory and time a plan does not include."""
-    stock = ("lightning.", "pytorch_lightning.", "lightning_fsdp2.")
-    counted = [path for path in paths if not path.startswith(stock) or path.rpartition(".")[2] in _CHANGE_STEPS]
-    return [f"Not taken into account: {', '.join(counted)}."] if counted else []
-
-
-def _get_path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def get_batch(source: "LightningDataModule | LightningModule") -> Any:
     """Return an example micro-batch of one data parallel rank.
 
@@ -322,8 +323,9 @@ def get_batch(source: "LightningDataModule | LightningModule") -> Any:
         return source.build_example_batch()
     if not is_overridden("train_dataloader", source):
         raise ValueError(
-            "A plan needs the shapes of a batch: give batch={'input_ids': torch.zeros(batch_size, sequence_length,"
-            " dtype=torch.long)}, or the run's datamodule."
+            "A plan needs the shapes of a batch: give the data of the run (--data TextDataModule --data.batch_size 2"
+            " --data.sequence_length 4096, for example; the files need not exist), or in Python, datamodule or"
+            " batch={'input_ids': torch.zeros(batch_size, sequence_length, dtype=torch.long)}."
         )
     [(_, batch)] = run_in_processes([partial(_read_batch, source)])
     if batch is None:
@@ -356,13 +358,14 @@ def _get_config_builder(strategy: Any, datamodule: Any, knobs: Knobs) -> Callabl
 def _get_nodes(world_size: int, device: Device) -> int:
     if world_size < 1:
         raise ValueError(f"world_size={world_size} is not a number of ranks; use an integer >= 1.")
-    if world_size > device.per_node and world_size % device.per_node:
+    nodes, rest = divmod(world_size, device.per_node)
+    if nodes and rest:
         raise ValueError(
             f"world_size={world_size} is not a multiple of the {device.per_node} devices of a node; use"
-            f" {world_size // device.per_node * device.per_node}, or set the number of devices per node"
+            f" {nodes * device.per_node} or {(nodes + 1) * device.per_node}, or set the number of devices per node"
             " (devices_per_node)."
         )
-    return max(1, world_size // device.per_node)
+    return max(1, nodes)
 
 
 def _get_accumulation(trainer: Any, datamodule: Any, world_size: int, nodes: int) -> int:
@@ -397,19 +400,3 @@ def _describe_batch(batch: Any, knobs: Knobs) -> Batch:
         samples=knobs.samples,
         tokens=None if length is None else length * knobs.samples,
     )
-
-
-def _get_notes(run: Run, knobs: Knobs, *, is_even: bool) -> list[str]:
-    config = run.trainer.strategy.config
-    notes = [_ALIKE if knobs.pp == 1 else _ALIKE_IN_STAGES] if is_even else []
-    if knobs.pp > 1:
-        notes.append(_PIPELINE)
-    if knobs.ep > 1:
-        notes.append(_EXPERTS)
-    if not run.module.automatic_optimization:
-        notes.append(_BY_HAND)
-    if getattr(config, "offload_policy", None) is not None:
-        notes.append(_OFFLOADED)
-    if getattr(config, "enable_compile", False):
-        notes.append(_COMPILED)
-    return [*notes, _MEMORY, _TIMES]

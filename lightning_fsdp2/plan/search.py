@@ -24,7 +24,7 @@ from lightning_fsdp2.plan.simulation.recorder import Operation
 from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.timing.devices import Device
 from lightning_fsdp2.plan.timing.roofline import get_seconds, get_step_time
-from lightning_fsdp2.plan.workers import get_result_or_refusal, run_in_processes
+from lightning_fsdp2.plan.workers import add_up_progress, get_result_or_refusal, run_in_processes
 
 _LARGEST_MICRO_BATCH = 16
 _LARGEST_PIPELINE = 16
@@ -96,12 +96,12 @@ def search(
         run: Run to find a layout for.
         knobs: Current settings of the run.
         sequence_length: Number of tokens per sample. None leaves out context parallelism.
-        seconds: Time limit in seconds. After this time, no further simulation starts.
+        seconds: Time limit in seconds. Simulations that run at the end of this time are stopped.
         cache: Cache of earlier simulations. None for no cache.
         processes: Number of simulations that run at once. None for one per CPU.
         on_progress: Callback that gets the number of finished simulations, and the number of simulations known so far.
     """
-    options: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": on_progress}
+    options: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": add_up_progress(on_progress)}
     simulate = partial(simulate_all, run, end=time.monotonic() + seconds, **options)
     tried: list[Candidate] = []
     refused: Counter[str] = Counter()
@@ -248,35 +248,37 @@ def simulate_all(
     end: float,
     cache: Cache | None,
     processes: int | None,
-    on_progress: Callable[[int, int], None] | None,
+    on_progress: Callable[[int, int], None],
 ) -> Iterator[tuple[Knobs, Result]]:
     """Simulate layouts, and yield each layout with its result."""
     cached = [(layout, cache.get(layout) if cache else None) for layout in layouts]
     yield from ((layout, result) for layout, result in cached if result is not None)
     missing = [layout for layout, result in cached if result is None]
-    run_all = partial(_run_all, processes=processes, on_progress=on_progress)
+    run_all = partial(_run_all, end=end, processes=processes, on_progress=on_progress)
     whole = [layout for layout in missing if layout.pp == 1]
     pipelines = [layout for layout in missing if layout.pp > 1]
-    for layout, result in itertools.chain(
-        _simulate_few(run, whole, end, run_all), _simulate_ends(run, pipelines, end, run_all)
-    ):
+    for layout, result in itertools.chain(_simulate_few(run, whole, run_all), _simulate_ends(run, pipelines, run_all)):
         if cache is not None and result is not None:
             cache.put(layout, result)
         yield layout, result
 
 
 def _run_all(
-    tasks: list[Any], *, processes: int | None, on_progress: Callable[[int, int], None] | None
+    tasks: list[Any], *, end: float, processes: int | None, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[int, Any]]:
-    for done, outcome in enumerate(run_in_processes(tasks, processes=processes), start=1):
-        if on_progress is not None:
-            on_progress(done, len(tasks))
-        yield outcome
+    """Run simulations, and yield the number of each with its result, with a refusal, or with None for lack of time."""
+    left = dict(enumerate(tasks))
+    results = run_in_processes([partial(get_result_or_refusal, task) for task in tasks], processes=processes, end=end)
+    for number, result in results:
+        del left[number]
+        on_progress(len(tasks) - len(left), len(tasks))
+        yield number, result
+    yield from ((number, None) for number in left)
 
 
-def _simulate_few(run: Run, layouts: list[Knobs], end: float, run_all: Any) -> Iterator[tuple[Knobs, Result]]:
+def _simulate_few(run: Run, layouts: list[Knobs], run_all: Any) -> Iterator[tuple[Knobs, Result]]:
     """Simulate each layout with few layers, and once more with a few more."""
-    tasks = [partial(_try, end, partial(run.summarize, layout, further)) for layout in layouts for further in (0, 1)]
+    tasks = [partial(run.summarize, layout, further) for layout in layouts for further in (0, 1)]
     halves: dict[int, Any] = {}
     for number, result in run_all(tasks):
         halves[number] = result
@@ -285,19 +287,16 @@ def _simulate_few(run: Run, layouts: list[Knobs], end: float, run_all: Any) -> I
             yield layouts[number // 2], _combine(halves.pop(first), halves.pop(first + 1))
 
 
-def _simulate_ends(run: Run, layouts: list[Knobs], end: float, run_all: Any) -> Iterator[tuple[Knobs, Result]]:
+def _simulate_ends(run: Run, layouts: list[Knobs], run_all: Any) -> Iterator[tuple[Knobs, Result]]:
     """Simulate the first and then the last rank of each pipeline."""
     firsts: list[tuple[Knobs, RankSummary]] = []
-    for number, first in run_all(
-        [partial(_try, end, partial(run.summarize_pipeline_rank, one, 0, None)) for one in layouts]
-    ):
+    for number, first in run_all([partial(run.summarize_pipeline_rank, layout, 0, None) for layout in layouts]):
         if isinstance(first, RankSummary):
             firsts.append((layouts[number], first))
         else:
             yield layouts[number], first
     tasks = [
-        partial(_try, end, partial(run.summarize_pipeline_rank, layout, _get_last(run, layout), first.boundary))
-        for layout, first in firsts
+        partial(run.summarize_pipeline_rank, layout, _get_last(run, layout), first.boundary) for layout, first in firsts
     ]
     for number, last in run_all(tasks):
         layout, first = firsts[number]
@@ -307,10 +306,6 @@ def _simulate_ends(run: Run, layouts: list[Knobs], end: float, run_all: Any) -> 
 def _get_last(run: Run, layout: Knobs) -> int:
     """Return the first rank of the last stage."""
     return run.world_size - run.world_size // layout.pp
-
-
-def _try(end: float, task: Callable[[], Any]) -> Any:
-    return get_result_or_refusal(task) if time.monotonic() <= end else None
 
 
 def _weigh_pipeline(run: Run, knobs: Knobs, ranks: list[RankSummary]) -> Candidate:

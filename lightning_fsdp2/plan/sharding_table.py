@@ -3,7 +3,8 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TextIO
 
@@ -22,26 +23,35 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def write_tables(description: Description, file: TextIO) -> None:
-    """Write the tables of units and of parameters to ``file``, with the width that :func:`make_console` chooses."""
-    console = make_console(file)
+    """Write the tables of units and of parameters to ``file``, with the width that :func:`open_console` chooses."""
     prefix = _get_common_prefix(description)
     units = [_remove_prefix(unit, prefix) for unit in description.units]
     groups = _group_alike(units)
     axes = _get_sharding_axes(description)
-    console.print(_build_summary(description, prefix, has_units=bool(axes)), "")
-    if axes:
-        console.print(_build_unit_table(groups, is_pipeline=PIPELINE_PARALLEL in description.mesh), "")
-    console.print(_build_parameter_table(groups, axes))
-    for note in description.notes:
-        console.print(f"\n{note}")
+    with open_console(file) as console:
+        console.print(_build_summary(description, prefix, has_units=bool(axes)), "")
+        if axes:
+            console.print(_build_unit_table(groups, is_pipeline=PIPELINE_PARALLEL in description.mesh), "")
+        console.print(_build_parameter_table(groups, axes, description.precision["weights"]))
+        for note in description.notes:
+            console.print(f"\n{note}")
 
 
-def make_console(file: TextIO) -> Console:
-    """Make a console as wide as the terminal, or at least 100 columns wide if ``file`` is not a terminal."""
+@contextmanager
+def open_console(file: TextIO) -> Iterator[Console]:
+    """Yield a console as wide as the terminal.
+
+    If ``file`` is not a terminal, the console is at least 100 columns wide, and its lines do not end in spaces.
+    """
     console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console.width = max(WIDTH, console.width)
-    return console
+    if console.is_terminal:
+        yield console
+        return
+    console.width = max(WIDTH, console.width)
+    with console.capture() as captured:
+        yield console
+    file.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+    file.flush()
 
 
 def _get_sharding_axes(description: Description) -> list[str]:
@@ -72,6 +82,7 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
     totals, is_pipeline = description.totals, PIPELINE_PARALLEL in description.mesh
     weights, gradients = format_bytes(totals["weight_bytes"]), format_bytes(totals["gradient_bytes"])
     states, gathered = format_bytes(2 * totals["gradient_bytes"]), format_bytes(totals["largest_gathered_bytes"])
+    accumulated = totals["accumulated_gradient_bytes"]
     is_all = totals["trained_parameters"] == totals["parameters"]
     trained = "all" if is_all else format_count(totals["trained_parameters"])
     table = Table.grid(padding=(0, 2))
@@ -90,6 +101,9 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
         **({"": f"the largest unit while it computes {gathered}"} if has_units else {}),
     }.items():
         table.add_row(Text(name, style="bold"), value)
+    if accumulated:
+        table.add_row("", f"if the run accumulates, whole gradients between micro-batches {format_bytes(accumulated)}")
+        table.add_row("", "(defer_fsdp_grad_sync=False shards them after each)")
     return table
 
 
@@ -113,13 +127,15 @@ def _build_unit_table(groups: list[list[UnitDescription]], *, is_pipeline: bool)
     return table
 
 
-def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str]) -> Table:
+def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str], usual_dtype: str) -> Table:
+    parameters = [parameter for group in groups for parameter in group[0].parameters]
+    shows_dtypes = any(parameter.dtype != usual_dtype for parameter in parameters)  # the summary has the usual one
+    shows_frozen = not all(parameter.is_trained for parameter in parameters)
     table = build_table("Parameter", "Shard")
-    for column in ("Shape", "Dtype"):
+    for column in ("Shape", *(["Dtype"] if shows_dtypes else [])):
         table.add_column(column, no_wrap=True)
     for axis in axes:
         table.add_column(axis.replace("_", "\n"))  # a narrow column leaves more room for names
-    shows_frozen = not all(parameter.is_trained for group in groups for parameter in group[0].parameters)
     if shows_frozen:
         table.add_column("Frozen")
     for group in groups:
@@ -129,7 +145,7 @@ def _build_parameter_table(groups: list[list[UnitDescription]], axes: list[str])
                 f" {name}",
                 (f"{count}{TIMES}" if count > 1 else "") + format_bytes(parameter.shard_bytes),
                 TIMES.join(map(str, parameter.shape)),
-                parameter.dtype,
+                *([parameter.dtype] if shows_dtypes else []),
                 *(_get_placement(parameter, axis) for axis in axes),
                 *(["" if parameter.is_trained else "yes"] if shows_frozen else []),
             )

@@ -2,19 +2,19 @@
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.pipeline import Pipeline
-from lightning_fsdp2.plan.result import Plan, RankPlan, get_verdict
-from lightning_fsdp2.plan.run import SearchResult
-from lightning_fsdp2.plan.sharding_table import TIMES, build_table, format_bytes, format_count, make_console
+from lightning_fsdp2.plan.result import Change, Plan, RankPlan, get_verdict
+from lightning_fsdp2.plan.search import Candidate, Search
+from lightning_fsdp2.plan.sharding_table import TIMES, build_table, format_bytes, format_count, open_console
 from lightning_fsdp2.plan.simulation.reserved import Reserved
 
 
@@ -27,52 +27,93 @@ def describe(plan: Plan) -> str:
 
 def write_plan(plan: Plan, file: TextIO) -> None:
     """Write the tables of a plan to ``file``, as wide as the terminal, or 100 columns wide without a terminal."""
-    console = make_console(file)
-    console.print(_build_summary(plan), "")
-    console.print(_build_placement_table(plan), "")
-    console.print(_build_memory_table(plan), "")
-    if plan.ranks[0].traffic:
-        console.print(_build_traffic_table(plan.ranks[0]), "")
-    console.print(_build_time_summary(plan), "")
-    console.print(_build_verdict(plan))
-    if plan.uneven is not None:
-        verdict = get_verdict(plan.uneven.peak_bytes, plan.uneven.reserved, plan.device)
-        console.print(f"at {plan.uneven.load} times the load: {verdict}")
-    for note in plan.notes:
-        console.print(f"\n{note}")
+    with open_console(file) as console:
+        console.print(_build_summary(plan), "")
+        console.print(_build_placement_table(plan), "")
+        console.print(_build_memory_table(plan), "")
+        if plan.ranks[0].traffic:
+            console.print(_build_traffic_table(plan.ranks[0]), "")
+        console.print(_build_time_summary(plan), "")
+        console.print(_build_verdict(plan))
+        if plan.uneven is not None:
+            verdict = get_verdict(plan.uneven.peak_bytes, plan.uneven.reserved, plan.device)
+            console.print(f"at {plan.uneven.load} times the load: {verdict}")
+        for note in plan.notes:
+            console.print(f"\n{note}")
+    write_changes(plan.changes, file)
 
 
-def write_search(result: SearchResult, file: TextIO, *, limit: int = 10) -> None:
+def write_changes(changes: Sequence[Change], file: TextIO) -> None:
+    """Write the changes that would help a run to fit, and the options of the command line that make them."""
+    if not changes:
+        return
+    table = build_table("")
+    table.add_column("What would help most", overflow="fold")
+    for column in ("Allocated", "Held", "Step", "At least"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("Verdict", no_wrap=True)
+    for number, change in enumerate(changes, start=1):
+        table.add_row(
+            f"{number}.",
+            change.name,
+            format_bytes(change.peak_bytes),
+            _format_range(change.reserved),
+            _format_seconds(change.estimate),
+            _format_seconds(change.at_least),
+            change.verdict,
+        )
+    with open_console(file) as console:
+        console.print("", table, "\nAs options:")
+        for number, change in enumerate(changes, start=1):
+            console.print(f"{number}. {' '.join(_list_options(change.config))}", soft_wrap=True)
+
+
+def _list_options(config: dict[str, Any], prefix: str = "--") -> Iterator[str]:
+    """Yield the options of the command line that have the same effect as ``config``."""
+    for name, value in config.items():
+        if name == "init_args":
+            yield from _list_options(value, prefix)
+        elif isinstance(value, dict):
+            yield from _list_options(value, f"{prefix}{name}.")
+        elif name != "class_path":  # it is that of the run
+            yield f"{prefix}{name} {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def write_search(found: Search, file: TextIO, *, limit: int = 10) -> None:
     """Write the best layouts of a search, and count those that do not fit, are not supported or were not tried."""
-    console, found = make_console(file), result.search
-    if found.best:
-        table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")
-        table.add_column("What takes the time")
-        for candidate in found.best[:limit]:
-            knobs = candidate.knobs
-            table.add_row(
-                _describe_layout(knobs),
-                f"{knobs.accumulation * knobs.micro_batches}{TIMES}{knobs.batch_size // knobs.micro_batches}",
-                format_bytes(candidate.peak_bytes),
-                _format_seconds(candidate.estimate),
-                _format_seconds(candidate.at_least),
-                candidate.reason,
-            )
-        console.print(table, "")
+    with open_console(file) as console:
+        if found.best:
+            console.print(_build_layout_table(found.best[:limit]), "")
         if any(candidate.knobs.ep > 1 for candidate in found.best[:limit]):
             console.print("Layouts with ep assume that the experts of all ranks get the same number of tokens.\n")
-    counts = [f"Layouts: {found.tried} planned, of which {found.too_large} do not fit"]
-    counts += [f"{sum(found.refused.values())} refused"] if found.refused else []
-    counts += [f"{found.left_out} left out for lack of time"] if found.left_out else []
-    counts += ["others left out, interrupted"] if found.is_interrupted else []
-    console.print(f"{'; '.join(counts)}.")
-    if result.plan is not None and result.plan.verdict == "tight":
-        console.print("No layout fits for certain: the best is tight, since its processes may run out of memory.")
-    if result.plan is None and found.closest is not None:
-        needed = f"{format_bytes(found.closest.peak_bytes)} allocated, {_format_range(found.closest.reserved)} held"
-        console.print(f"Nothing fits. {_describe_layout(found.closest.knobs)} needs the least: {needed}.")
-    for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
-        console.print(f"\n{count}{TIMES}{reason}")
+        counts = [f"Layouts: {found.tried} planned, of which {found.too_large} do not fit"]
+        counts += [f"{sum(found.refused.values())} refused"] if found.refused else []
+        counts += [f"{found.left_out} left out for lack of time"] if found.left_out else []
+        counts += ["others left out, interrupted"] if found.is_interrupted else []
+        console.print(f"{'; '.join(counts)}.")
+        if found.best and found.best[0].verdict == "tight":
+            console.print("No layout fits for certain: the best is tight, since its processes may run out of memory.")
+        if not found.best and found.closest is not None:
+            needed = f"{format_bytes(found.closest.peak_bytes)} allocated, {_format_range(found.closest.reserved)} held"
+            console.print(f"Nothing fits. {_describe_layout(found.closest.knobs)} needs the least: {needed}.")
+        for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
+            console.print(f"\n{count}{TIMES}{reason}")
+
+
+def _build_layout_table(candidates: Sequence[Candidate]) -> Table:
+    table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")
+    table.add_column("What takes the time")
+    for candidate in candidates:
+        knobs = candidate.knobs
+        table.add_row(
+            _describe_layout(knobs),
+            f"{knobs.accumulation * knobs.micro_batches}{TIMES}{knobs.batch_size // knobs.micro_batches}",
+            format_bytes(candidate.peak_bytes),
+            _format_seconds(candidate.estimate),
+            _format_seconds(candidate.at_least),
+            candidate.reason,
+        )
+    return table
 
 
 def _describe_layout(knobs: Knobs) -> str:
@@ -214,11 +255,11 @@ def _build_time_summary(plan: Plan) -> Table:
     about_used, most_used = plan.get_utilisation(plan.estimate), plan.get_utilisation(plan.at_least)
     if about_used is not None and most_used is not None:
         rows["MFU"] = f"about {about_used:.0%}, at most {most_used:.0%} of {plan.peak_flops / 1e12:,.0f} TFLOP/s, as"
-        rows["MFU"] += " Throughput counts: all of attention, causal or not"
+        rows["MFU"] += " Throughput counts: all of attention, also the causal half that kernels skip"
     return _build_grid(rows)
 
 
-def _build_verdict(plan: Plan) -> RenderableType:
+def _build_verdict(plan: Plan) -> Text:
     memory = plan.device.memory
     of = f"{format_bytes(memory)} of {plan.device.name.upper()}"
     held = f"{_format_range(plan.reserved)} of the {of}"
@@ -226,25 +267,10 @@ def _build_verdict(plan: Plan) -> RenderableType:
         return Text.assemble(("fits", "bold green"), f": the process holds {held}")
     if plan.verdict == "tight":
         allocated = format_bytes(plan.peak_bytes)
-        first = Text.assemble(("tight", "bold yellow"), f": {allocated} allocated, but the process may hold {held}")
-    else:
-        missing = format_bytes(plan.peak_bytes - memory)
-        allocated = f": {format_bytes(plan.peak_bytes)} allocated of the {of}"
-        first = Text.assemble((f"does not fit by {missing}", "bold red"), allocated)
-    lines: list[RenderableType] = [first]
-    if plan.changes:
-        table = build_table("What would help most", "Allocated", "Less by", "Held", "Step", "At least")
-        for change in plan.changes:
-            table.add_row(
-                change.name,
-                format_bytes(change.peak_bytes),
-                format_bytes(plan.peak_bytes - change.peak_bytes),
-                _format_range(change.reserved),
-                _format_seconds(change.estimate),
-                _format_seconds(change.at_least),
-            )
-        lines += ["", table]
-    return Group(*lines)
+        return Text.assemble(("tight", "bold yellow"), f": {allocated} allocated, but the process may hold {held}")
+    missing = format_bytes(plan.peak_bytes - memory)
+    allocated = f": {format_bytes(plan.peak_bytes)} allocated of the {of}"
+    return Text.assemble((f"does not fit by {missing}", "bold red"), allocated)
 
 
 def _format_range(reserved: Reserved) -> str:

@@ -1,8 +1,10 @@
 """Execution of simulations in forked processes, since each simulation needs its own process group and module."""
 
+import math
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -13,15 +15,19 @@ from lightning_fsdp2._refusals import BugInProcessError, get_message, is_mistake
 T = TypeVar("T")
 
 
-def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None = None) -> Iterator[tuple[int, T]]:
+def run_in_processes(
+    tasks: Sequence[Callable[[], T]], *, processes: int | None = None, end: float = math.inf
+) -> Iterator[tuple[int, T]]:
     """Run each task in a forked process, which gets copies of this process's objects.
 
     Args:
         tasks: Functions without arguments. Their results are pickled; the functions are not.
         processes: Number of tasks that run at once. None means one per CPU that this process may use.
+        end: Time, as in ``time.monotonic``, at which running tasks are stopped. No task starts after it.
 
     Yields:
-        The index of each task in ``tasks``, with its result, in the order in which the tasks finish.
+        The index of each task in ``tasks``, with its result, in the order in which the tasks finish. Tasks that have
+        no result at ``end`` are left out.
 
     Raises:
         Exception: When a task rejects the run with an error message for the user. The same error is raised here, and
@@ -36,7 +42,7 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
     waiting = list(enumerate(tasks))[::-1]
     running: dict[Any, tuple[int, Any]] = {}
     try:
-        while waiting or running:
+        while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < (processes or len(os.sched_getaffinity(0))):
                 number, task = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
@@ -44,12 +50,25 @@ def run_in_processes(tasks: Sequence[Callable[[], T]], *, processes: int | None 
                 process.start()
                 sender.close()
                 running[receiver] = number, process
-            for ready in wait(list(running)):
+            for ready in wait(list(running), timeout=None if end == math.inf else max(0.0, end - time.monotonic())):
                 number, process = running.pop(ready)
                 yield number, _receive(ready, process)
     finally:
         for _, process in running.values():
             process.kill()
+
+
+def add_up_progress(on_progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+    """Return a function that is told the progress of one list of tasks after the other, and reports their sum."""
+    done = total = 0
+
+    def report(done_of_list: int, total_of_list: int) -> None:
+        nonlocal done, total
+        done, total = done + 1, total + (total_of_list if done_of_list == 1 else 0)
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return report
 
 
 def get_result_or_refusal(task: Callable[[], T]) -> T | str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lightning_fsdp2
+from lightning_fsdp2.cli import main
 
 RUN = """
 import sys
@@ -105,3 +106,16 @@ def test_a_mistake_does_not_import_torch(args: list[str], error: str, tmp_path: 
     assert message.startswith("error: ")
     assert error in message
     assert slow == WITHOUT_TORCH
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_fsdp2.cli.app.run", interrupt)
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan"])
+    assert exit_.value.code == 130
+    assert "Traceback" not in capsys.readouterr().err

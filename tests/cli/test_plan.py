@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import yaml
 from helpers.planning import LENGTH, LLAMA
 
 from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.plan import Plan
+from lightning_fsdp2.plan.result import Change
 from lightning_fsdp2.plan.sharding_table import TIMES
 
 
@@ -43,6 +47,7 @@ def run(*args: str) -> str:
 def test_a_plan_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path: Path) -> None:
     output, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     printed = run(write_yaml(tmp_path), "--world-size=16", f"--json={output}", f"--plot={picture}")
+    assert not re.search(" $", printed, re.MULTILINE)
     assert max(map(len, printed.splitlines())) <= 100
     for text in (
         "FSDP2Strategy on 16 ranks: H100 HBM3, 2 nodes",
@@ -67,6 +72,39 @@ def test_what_does_not_fit_is_told_with_what_would_help(tmp_path: Path) -> None:
     assert "What would help most" in printed
 
 
+def test_a_plan_is_printed_before_changes_are_planned_which_are_printed_as_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = tmp_path / "plan.json"
+    seen: list[Any] = []
+
+    def find_changes(run: Any, knobs: Any, plan: Plan, describe_config: Any, **options: Any) -> list[Change]:
+        seen.extend([output.getvalue(), json.loads(numbers.read_text())["changes"]])
+        after = replace(knobs, batch_size=1, accumulation=2, loss="chunked").with_flags(defer_fsdp_grad_sync=False)
+        values = {"peak_bytes": 2**30, "reserved": plan.reserved, "at_least": 1.0, "estimate": 2.0}
+        return [Change(name="less", config=describe_config(after), verdict="does not fit", **values)]
+
+    monkeypatch.setattr("lightning_fsdp2.plan.run.find_changes", find_changes)
+    config = write_yaml(tmp_path, global_batch_size=None)
+    with redirect_stdout(io.StringIO()) as output:
+        FSDP2CLI(["plan", config, "--world_size=8", "--memory=0.04", f"--json={numbers}"])
+    assert "does not fit by" in seen[0]
+    assert "What would help most" not in seen[0]
+    assert seen[1] == []
+    printed = output.getvalue()[len(seen[0]) :]
+    assert re.search(r"1\. +less +1\.0 GiB .* 2\.00 s +1\.00 s +does not fit$", printed, re.MULTILINE)
+    [options] = re.findall(r"^1\. (--.*)$", printed, re.MULTILINE)
+    assert options == (
+        "--trainer.strategy.config.defer_fsdp_grad_sync false --trainer.accumulate_grad_batches 2 --model.loss chunked"
+        " --data.batch_size 1"
+    )
+    [change] = json.loads(numbers.read_text())["changes"]
+    assert change["verdict"] == "does not fit"
+    monkeypatch.undo()
+    changed = json.loads(run(config, "--world_size=8", *options.split(), "--json=-"))
+    assert (changed["batch"]["accumulation"], changed["batch"]["shapes"]["labels"]) == (2, [1, LENGTH])
+
+
 def test_numbers_alone(tmp_path: Path) -> None:
     plain = json.loads(run(write_yaml(tmp_path), "--ranks=[7]", "--json=-"))
     assert [rank["rank"] for rank in plain["ranks"]] == [7]
@@ -88,7 +126,7 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
     options = ["--world_size=8", "--devices_per_node=4", "--memory=2.5", "--cache_dir=cache"]
     printed = run(config, *options, "--search=best.yaml", "--json=found.json")
     assert max(map(len, printed.splitlines())) <= 100
-    assert "best.yaml has the first of them: fit --config RUN.yaml --config best.yaml" in printed
+    assert "best.yaml has the best of them: fit --config RUN.yaml --config best.yaml" in printed
     planned = json.loads(run(config, "--config=best.yaml", *options, "--json=-"))
     assert planned == json.loads(Path("found.json").read_text())
     assert planned["batch"]["samples"] == 16
@@ -108,6 +146,15 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
             )
         ),
         (["--trainer.strategy=ddp"], "plan simulates the steps of FSDP2Strategy and DDPStrategy"),
+        (
+            [
+                "--trainer.strategy.tp_size=1",
+                "--trainer.strategy.config.sequence_parallel=false",
+                "--trainer.strategy.pp_size=2",
+                "--trainer.strategy.config.pp_microbatches=3",
+            ],
+            "pp_microbatches=3 does not divide the 2 rows of a batch; use a number that does, such as 1",
+        ),
         (["--plot=plan.txt"], "matplotlib writes"),
         (["--json=."], "json='.' cannot be written; name a file in a writable folder."),
         (["--plot=nowhere/plan.svg"], "plot='nowhere/plan.svg' cannot be written; name a file in a writable folder"),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fsdp2 import CausalLM
+from lightning_fsdp2.compat.torch_simulation import FakeTensorMode
 from lightning_fsdp2.models import trial
 from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
 
@@ -63,6 +64,16 @@ def test_a_config_that_cannot_be_cut_is_judged_by_what_it_says() -> None:
         check_causal(config, "config=...")
     config.is_decoder = True
     check_causal(config, "config=...")
+
+
+def test_a_trial_has_values_where_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a plan, whose training step asks for it."""
+    monkeypatch.setattr(trial, "_TRIALS", {})
+    config = AutoConfig.for_model("qwen3_moe", hidden_size=32, num_hidden_layers=2, num_experts=4, vocab_size=64)
+    with FakeTensorMode():
+        tried = trial.try_config(config)
+    assert tried is not None
+    assert tried.is_causal
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.config import DistributedConfig
-from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, build_config, describe_differences, read_knobs
-from lightning_fsdp2.plan.remedies import _list_remedies
+from lightning_fsdp2.plan.knobs import Knobs, apply_knobs, build_config, describe_differences, merge, read_knobs
+from lightning_fsdp2.plan.remedies import _combine, _list_remedies
 
 
 def read(config: DistributedConfig) -> Knobs:
@@ -46,6 +46,27 @@ def test_offloading_is_told_as_true() -> None:
 def test_true_and_full_are_no_difference(config: Any) -> None:
     before = read(config(activation_checkpointing=True))
     assert before.with_flags(activation_checkpointing="full") == before
+
+
+def test_changes_are_combined_unless_they_conflict() -> None:
+    before = replace(read(FSDP2Config()), accumulation=4)
+    reduced = before.with_flags(defer_fsdp_grad_sync=False)
+    split = replace(before, dp=2, tp=2, accumulation=8).with_flags(sequence_parallel=True)
+    both = replace(split, config=replace(split.config, defer_fsdp_grad_sync=False))
+    assert merge(before, reduced, split) == merge(before, split, reduced) == both
+    assert both.samples == before.samples
+    assert merge(before, split, replace(before, dp=2, cp=2, accumulation=8)) is None  # both double the accumulation
+    offloaded, nccl = before.with_flags(offload_policy=True), before.with_flags(backend="nccl")
+    assert merge(before, offloaded, nccl) is None  # refused by the config
+    assert _combine(before, [split, replace(before, dp=2, cp=2, accumulation=8), reduced]) == [both]
+
+
+def test_reducing_each_micro_batch_is_a_remedy_where_there_are_several() -> None:
+    knobs = read(FSDP2Config())
+    for accumulation, is_remedy in ((1, False), (4, True)):
+        several = replace(knobs, accumulation=accumulation)
+        names = [describe_differences(several, remedy) for remedy in _list_remedies(several, per_node=8)]
+        assert ("defer_fsdp_grad_sync=False" in names) is is_remedy
 
 
 def test_flags_are_applied_and_the_users_own_policy_stays() -> None:

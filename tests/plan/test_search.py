@@ -19,7 +19,7 @@ from lightning_fsdp2.plan.search import _get_next, _weigh_pipeline, list_layouts
 from lightning_fsdp2.plan.simulation.blocks import Summary
 from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.table import write_search
-from lightning_fsdp2.plan.workers import run_in_processes
+from lightning_fsdp2.plan.workers import add_up_progress, run_in_processes
 
 MEMORY = 2.1
 """GiB, of which what CUDA and NCCL take leaves some layouts of the small model too little."""
@@ -81,7 +81,9 @@ def test_a_pipeline_that_is_tried_is_weighed_as_it_is_planned() -> None:
     knobs = read_knobs(trainer, module, batch, world_size=4, num_nodes=2, accumulation=1)
     run = Run(trainer, module, batch, 4, 2, get_device("h100", per_node=2))
     layout = replace(knobs, pp=2, dp=2).divide(8, rows=2)
-    [(_, ranks)] = simulate_all(run, [layout], end=float("inf"), cache=None, processes=None, on_progress=None)
+    [(_, ranks)] = simulate_all(
+        run, [layout], end=float("inf"), cache=None, processes=None, on_progress=add_up_progress(None)
+    )
     candidate = _weigh_pipeline(run, layout, ranks)
     strategy = FSDP2Strategy(pp_size=2, config=FSDP2Config(pp_microbatches=8))
     planned = plan_run(make_trainer(strategy), module, batch, world_size=4, device=run.device, suggest=False)
@@ -122,7 +124,7 @@ def test_where_none_fits_for_sure_the_tight_ones_are_told() -> None:
     assert result.plan is not None
     assert {candidate.verdict for candidate in result.search.best} == {result.plan.verdict} == {"tight"}
     text = io.StringIO()
-    write_search(result, text)
+    write_search(result.search, text)
     assert "No layout fits for certain: the best is tight" in text.getvalue()
 
 

@@ -1,15 +1,17 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from lightning_fsdp2 import FSDP2Config
 from lightning_fsdp2._refusals import has_mistake
-from lightning_fsdp2.plan.workers import run_in_processes
+from lightning_fsdp2.plan.workers import add_up_progress, run_in_processes
 
 
 def test_results_come_with_the_numbers_of_their_tasks() -> None:
@@ -18,6 +20,23 @@ def test_results_come_with_the_numbers_of_their_tasks() -> None:
     results = dict(run_in_processes(tasks, processes=2))
     assert [results[number][0] for number in range(5)] == [0, 1, 2, 3, 4]
     assert own not in {process for _, process in results.values()}
+
+
+def test_tasks_that_run_at_the_end_are_stopped_and_no_task_starts_after_it(tmp_path: Path) -> None:
+    tasks = [partial(time.sleep, 0), partial(time.sleep, 600), (tmp_path / "started").touch]
+    results = list(run_in_processes(tasks, processes=1, end=time.monotonic() + 3))
+    assert results in ([(0, None)], [])  # whether the first is done depends on the machine
+    assert not (tmp_path / "started").exists()
+    assert list(run_in_processes([(tmp_path / "started").touch], end=time.monotonic())) == []
+    assert not (tmp_path / "started").exists()
+
+
+def test_progress_on_several_lists_of_tasks_adds_up() -> None:
+    reports: list[tuple[int, int]] = []
+    report = add_up_progress(lambda done, total: reports.append((done, total)))
+    for done, total in ((1, 2), (2, 2), (1, 1)):
+        report(done, total)
+    assert reports == [(1, 2), (2, 2), (3, 3)]
 
 
 def run(task: Callable[[], object]) -> list[object]:

@@ -206,8 +206,8 @@ def get_micro_batches(
     if rows == 1:
         raise ValueError(
             f"pp_size={ranks} divides the rows of each batch into micro-batches, but the batch has only one row, so all"
-            " stages except one would always wait; use batches of at least two rows (packed batches of one row cannot"
-            " be divided), or set pp_microbatches=1 to accept this."
+            " stages except one would always wait; use batches of at least two rows, such as data.batch_size=2 (packed"
+            " batches of one row cannot be divided), or set pp_microbatches=1 to accept this."
         )
     limit = min(2 * ranks * stages_per_rank, rows)
     rounds = _count_rounds if schedule == "interleaved_1f1b" else lambda ranks, number: 1
@@ -223,7 +223,7 @@ def check_rows(rows: int, micro_batches: int) -> None:
     if rows % micro_batches:
         raise ValueError(
             f"pp_microbatches={micro_batches} does not divide the {rows} rows of a batch; use a number that does, such"
-            f" as {gcd(rows, micro_batches)}, or a batch size that is a multiple of {micro_batches}. If only the last"
+            f" as {gcd(rows, micro_batches)}, or a batch_size that is a multiple of {micro_batches}. If only the last"
             " batch of an epoch has fewer rows, give its DataLoader drop_last=True."
         )
 

@@ -65,6 +65,10 @@ class UnitDescription:
     shard_bytes: int
     """Bytes of the unit that rank 0 holds."""
 
+    accumulated_bytes: int = 0
+    """Bytes of the unit's gradients between the micro-batches of a step, if the run accumulates gradients without
+    sharding them (``defer_fsdp_grad_sync``)."""
+
     is_inner: bool = False
     """Whether the unit lies inside the unit before it, as experts do under expert parallelism."""
 
@@ -101,16 +105,18 @@ class Description:
         """Totals of the model: the numbers of ranks and parameters, and the bytes on the rank that holds the most."""
         # two pipeline ranks may hold copies of a tied parameter
         parameters = {parameter.name: parameter for unit in self.units for parameter in unit.parameters}.values()
-        weights, gradients = Counter[int](), Counter[int]()
+        weights, gradients, accumulated = Counter[int](), Counter[int](), Counter[int]()
         for unit in self.units:
             weights[unit.pipeline_rank] += sum(parameter.shard_bytes for parameter in unit.parameters)
             gradients[unit.pipeline_rank] += sum(p.shard_bytes for p in unit.parameters if p.is_trained)
+            accumulated[unit.pipeline_rank] += unit.accumulated_bytes
         return {
             "ranks": math.prod(self.mesh.values()),
             "parameters": sum(math.prod(parameter.shape) for parameter in parameters),
             "trained_parameters": sum(math.prod(p.shape) for p in parameters if p.is_trained),
             "weight_bytes": max(weights.values(), default=0),
             "gradient_bytes": max(gradients.values(), default=0),
+            "accumulated_gradient_bytes": max(accumulated.values(), default=0),
             "largest_gathered_bytes": max((unit.gathered_bytes for unit in self.units), default=0),
         }
 
@@ -183,7 +189,7 @@ def describe_sharded(
         strategy=type(strategy).__name__,
         mesh=_get_sizes(mesh),
         precision={role: _get_name(dtype) for role, dtype in dtypes.items()},
-        units=_describe_units(module, mesh, _get_units(structure, strategy.config, mesh), dtypes["gathered"]),
+        units=_describe_units(module, mesh, _get_units(structure, strategy.config, mesh), strategy.config, dtypes),
         notes=_get_notes(strategy.config, mesh),
         expert_mesh=_get_expert_sizes(mesh),
         float8=get_optional_conversion(module),
@@ -237,7 +243,7 @@ def _get_unit_classes(structure: ModelStructure, config: MegatronFSDPConfig) -> 
 
 
 def _describe_units(
-    module: nn.Module, mesh: DeviceMesh, units: list[Unit], gathered_dtype: torch.dtype
+    module: nn.Module, mesh: DeviceMesh, units: list[Unit], config: DistributedConfig, dtypes: dict[str, torch.dtype]
 ) -> list[UnitDescription]:
     names = {inner: name for name, inner in module.named_modules()}
     positions = {inner: index for index, inner in enumerate(names)}
@@ -247,6 +253,7 @@ def _describe_units(
     for name, parameter in module.named_parameters():
         parameters[_get_unit(name, module, unit_of)].append((name, parameter))
     inner = {unit for outer in units for unit in outer.inner}
+    accumulates_whole = isinstance(config, FSDP2Config) and config.defer_fsdp_grad_sync
     descriptions = []
     for unit in (unit for unit in units if parameters[unit]):
         described = [_describe_parameter(name, parameter, mesh) for name, parameter in parameters[unit]]
@@ -255,8 +262,13 @@ def _describe_units(
                 modules=[names[top] or "(root)" for top in unit.modules],
                 parameters=described,
                 reshard_after_forward=unit.reshard_after_forward,
-                gathered_bytes=sum(_get_gathered_numel(p) for _, p in parameters[unit]) * gathered_dtype.itemsize,
+                gathered_bytes=sum(_get_gathered_numel(p) for _, p in parameters[unit]) * dtypes["gathered"].itemsize,
                 shard_bytes=sum(parameter.shard_bytes for parameter in described),
+                accumulated_bytes=(
+                    sum(_get_gathered_numel(p) for _, p in parameters[unit] if p.requires_grad)
+                    * dtypes["reduction"].itemsize
+                    * accumulates_whole
+                ),
                 is_inner=unit in inner,
             )
         )

@@ -105,7 +105,7 @@ def get_device(
     """Return the device ``name`` from :data:`DEVICES`. Any number that is given replaces the device's own number.
 
     Args:
-        name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` or ``"mi300x"``.
+        name: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"`` or ``"mi300x"``, in any case.
         memory: GiB of memory that a process can allocate.
         memory_bandwidth: Memory bandwidth according to the data sheet, in GB per second.
         network_bandwidth: Network bandwidth per device in one direction, in GB per second.
@@ -117,14 +117,14 @@ def get_device(
     Raises:
         ValueError: When the name is not known, or a number is not positive.
     """
-    if name not in DEVICES:
+    if name.lower() not in DEVICES:
         raise ValueError(f"device={name!r} is not known; use {', '.join(DEVICES)}.")
     given = {option: value for option, value in locals().items() if option != "name"}
     for option, value in given.items():
         if value is not None and value <= 0:
             option = "devices_per_node" if option == "per_node" else option  # its name in every command and config
             raise ValueError(f"{option}={value} must be more than 0; leave it out to use the value of {name}.")
-    device = DEVICES[name]
+    device = DEVICES[name.lower()]
     rates = device.rates
     if product_tflops is not None:
         rates = replace(rates, products=product_tflops * _TERA / device.get_peak_flops(torch.bfloat16))

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -106,8 +107,12 @@ def test_an_8b_model_on_512_ranks() -> None:
         "trained_parameters": PARAMETERS_8B,
         "weight_bytes": shard,
         "gradient_bytes": shard,
+        # in float32, where norms are whole
+        "accumulated_gradient_bytes": 4 * ((PARAMETERS_8B - NORMS_8B) // 8 + NORMS_8B),
         "largest_gathered_bytes": 2 * (128256 * 4096 // 8 + 4096),  # of the head and its norm, in bfloat16
     }
+    reducing = FSDP2Strategy(config=FSDP2Config(defer_fsdp_grad_sync=False))
+    assert run_describe(reducing, 8).totals["accumulated_gradient_bytes"] == 0
     assert description.precision == {
         "weights": "float32",
         "gathered": "bfloat16",
@@ -296,16 +301,19 @@ class Mixture(LightningModule):
 
 
 def test_equal_layers_and_experts_are_one_line() -> None:
-    lines = get_table(run_describe(FSDP2Strategy(), 2, Mixture))
+    description = run_describe(FSDP2Strategy(), 2, Mixture)
+    lines = get_table(description)
     assert sum(line.startswith("layers.0-2 ") for line in lines) == 1
     [row] = [line for line in lines if "experts" in line]
     assert row.split() == [
         *["experts.0-3.up.weight", "4", TIMES, "256", "B"],
         *["16", TIMES, "8"],
-        "float32",
         "dim",
         "0",
     ]
+    assert not any("float32" in line for line in lines if "experts" in line)  # the summary says it of all
+    other = replace(description, precision={**description.precision, "weights": "bfloat16"})
+    assert all("float32" in line for line in get_table(other) if "experts" in line)
     [frozen] = [line for line in lines if line.startswith(" weight")]
     assert frozen.split()[-1] == "yes"
 
