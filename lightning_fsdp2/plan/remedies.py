@@ -1,17 +1,18 @@
-"""Suggested changes for a run that does not fit into memory. Each change is planned before it is suggested."""
+"""Suggested changes for a run that does not fit into memory. Each change is tried before it is suggested."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.plan.knobs import Knobs, describe_differences, merge
-from lightning_fsdp2.plan.layouts import plan_pipeline
-from lightning_fsdp2.plan.rank import PlannedRank, Run
-from lightning_fsdp2.plan.result import Change, Plan, RankPlan, get_verdict
-from lightning_fsdp2.plan.workers import add_up_progress, get_result_or_refusal, run_in_processes
+from lightning_fsdp2.plan.rank import Run
+from lightning_fsdp2.plan.result import Change, Plan
+from lightning_fsdp2.plan.search import Candidate, simulate_all, weigh
+from lightning_fsdp2.plan.simulation.blocks import Summary
+from lightning_fsdp2.plan.workers import add_up_progress
 
 _SUGGESTIONS = 3
 
@@ -28,61 +29,43 @@ def find_changes(
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> list[Change]:
-    """Plan the changes that might reduce memory, and return those that help most.
+    """Try the changes that might reduce memory, and return those that help most.
 
-    If no single change makes the run fit, those that save the most are combined. Changes that make the run fit come
-    first, ordered by step time. Changes that are not enough follow, ordered by memory. A ``KeyboardInterrupt`` ends
-    the work early, and what was found so far is returned.
+    As in a search, each change is simulated with a few of the model's layers. If no single change makes the run fit,
+    those that save the most are combined. Changes that make the run fit come first, ordered by step time. Changes that
+    are not enough follow, ordered by memory. A ``KeyboardInterrupt`` ends the work early, and what was found so far is
+    returned.
     """
     remedies = [other for other in _list_remedies(knobs, per_node=run.device.per_node) if other != knobs]
-    changes: list[tuple[Knobs, Change]] = []
-    report = add_up_progress(on_progress)
+    tried: list[Candidate] = []
+    options: dict[str, Any] = {"processes": processes, "on_progress": add_up_progress(on_progress)}
 
-    def plan_all(remedies: list[Knobs]) -> None:
-        tasks = [partial(get_result_or_refusal, partial(run.plan_rank, remedy, 0)) for remedy in remedies]
-        for done, (number, planned) in enumerate(run_in_processes(tasks, processes=processes), start=1):
-            report(done, len(tasks))
-            if isinstance(planned, str):
-                continue
-            ranks = _plan_ranks(run, remedies[number], planned, processes)
-            change = _build_change(run, knobs, remedies[number], ranks, describe_config)
-            if change.peak_bytes < plan.peak_bytes:
-                changes.append((remedies[number], change))
+    def try_all(remedies: list[Knobs]) -> None:
+        for remedy, result in simulate_all(run, remedies, end=math.inf, cache=None, **options):
+            if (
+                isinstance(result, Summary | list)
+                and (found := weigh(run, remedy, result)).peak_bytes < plan.peak_bytes
+            ):
+                tried.append(found)
 
     with suppress(KeyboardInterrupt):
-        plan_all(remedies)
-        if not any(change.verdict == "fits" for _, change in changes):
-            plan_all(_combine(knobs, [remedy for remedy, _ in sorted(changes, key=lambda pair: pair[1].peak_bytes)]))
-    fitting = sorted((c for _, c in changes if c.verdict == "fits"), key=lambda change: change.estimate)
-    others = sorted((c for _, c in changes if c.verdict != "fits"), key=lambda change: change.reserved.most)
-    return [*fitting, *others][:_SUGGESTIONS]
-
-
-def _plan_ranks(run: Run, knobs: Knobs, first: PlannedRank, processes: int | None) -> list[RankPlan]:
-    """Return the plans of the ranks that show the most, of which the first is already planned."""
-    if first.pipeline is None:
-        return [first.plan]
-    return plan_pipeline(run, knobs, first, first.pipeline, None, load=None, processes=processes)
-
-
-def _build_change(
-    run: Run,
-    before: Knobs,
-    after: Knobs,
-    ranks: list[RankPlan],
-    describe_config: Callable[[Knobs], dict[str, Any]],
-) -> Change:
-    peak = max(rank.peak_bytes for rank in ranks)
-    reserved = max((rank.reserved for rank in ranks), key=lambda reserved: reserved.most)
-    return Change(
-        name=describe_differences(before, after),
-        config=describe_config(after),
-        peak_bytes=peak,
-        reserved=reserved,
-        verdict=get_verdict(peak, reserved, run.device),
-        at_least=max(rank.time.shortest for rank in ranks),
-        estimate=max(rank.reached.longest for rank in ranks),
-    )
+        try_all(remedies)
+        if not any(candidate.verdict == "fits" for candidate in tried):
+            try_all(_combine(knobs, [found.knobs for found in sorted(tried, key=lambda found: found.peak_bytes)]))
+    fitting = sorted((found for found in tried if found.verdict == "fits"), key=lambda found: found.estimate)
+    others = sorted((found for found in tried if found.verdict != "fits"), key=lambda found: found.reserved.most)
+    return [
+        Change(
+            name=describe_differences(knobs, found.knobs),
+            config=describe_config(found.knobs),
+            peak_bytes=found.peak_bytes,
+            reserved=found.reserved,
+            verdict=found.verdict,
+            at_least=found.at_least,
+            estimate=found.estimate,
+        )
+        for found in [*fitting, *others][:_SUGGESTIONS]
+    ]
 
 
 def _combine(knobs: Knobs, remedies: list[Knobs]) -> list[Knobs]:

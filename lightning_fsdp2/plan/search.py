@@ -147,9 +147,7 @@ def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate 
             if result is None or isinstance(result, str):
                 yield result
                 continue
-            candidate = (
-                _weigh(run, layout, result) if isinstance(result, Summary) else _weigh_pipeline(run, layout, result)
-            )
+            candidate = weigh(run, layout, result)
             yield candidate
             following.append(_get_next(layout, fits=candidate.verdict == "fits"))
             if is_start:
@@ -306,6 +304,11 @@ def _simulate_ends(run: Run, layouts: list[Knobs], run_all: Any) -> Iterator[tup
 def _get_last(run: Run, layout: Knobs) -> int:
     """Return the first rank of the last stage."""
     return run.world_size - run.world_size // layout.pp
+
+
+def weigh(run: Run, layout: Knobs, result: Summary | list[RankSummary]) -> Candidate:
+    """Return the memory and the time of a layout that was simulated."""
+    return _weigh(run, layout, result) if isinstance(result, Summary) else _weigh_pipeline(run, layout, result)
 
 
 def _weigh_pipeline(run: Run, knobs: Knobs, ranks: list[RankSummary]) -> Candidate:

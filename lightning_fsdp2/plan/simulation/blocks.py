@@ -52,13 +52,14 @@ class Summary:
 
 
 def get_few(config: Any) -> int:
-    """Return the number of repetitions in the shorter simulation, for a config of ``FSDP2Strategy``.
+    """Return the number of repetitions in the shorter simulation, for the config of a strategy.
 
     Repetitions at the ends of the model may use memory differently from those in the middle. The number of such
     repetitions at each end is assumed to be FSDP2's prefetch depth (the larger of forward and backward), but at least
     two.
     """
-    return 2 * max(2, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+    names = ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")  # DDP gathers nothing
+    return 2 * max(2, *(getattr(config, name, 0) for name in names))
 
 
 def get_optional_repetition(module: nn.Module, few: int) -> Repetition | None:
