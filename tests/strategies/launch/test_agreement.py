@@ -244,7 +244,11 @@ def test_torchrun_says_how_many_nodes_there_are() -> None:
 
 def test_torchrun_with_another_number_of_processes_is_refused() -> None:
     def run() -> None:
-        with pytest.raises(ValueError, match="does not match the world size"):
+        with pytest.raises(ValueError, match="torchrun has started") as error:
             make_trainer(FSDP2Strategy(), devices=3)
+        assert str(error.value) == (
+            "torchrun has started 2 process(es), but Trainer(devices=3, num_nodes=1) asks for 3. Set num_nodes to the"
+            " value of `torchrun --nnodes`, and devices to the value of `--nproc-per-node`."
+        )
 
     run_ranks(run, 2)
