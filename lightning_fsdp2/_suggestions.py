@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
@@ -111,6 +113,15 @@ def suggest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str:
         return f"; {remark}"
     nearest = find_nearest(word, words, cutoff=cutoff)
     return f"; did you mean {nearest!r}?" if nearest is not None else ""
+
+
+def suggest_path(path: Path) -> str:
+    """Return ``; did you mean 'PATH'?`` with what is called nearly like ``path`` in its folder, or an empty string."""
+    if not path.parent.is_dir() or not os.access(path.parent, os.R_OK):
+        return ""
+    names = [other.name for other in path.parent.iterdir() if not other.name.startswith(".")]
+    nearest = get_close_matches(path.name, names, n=1)
+    return f"; did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else ""
 
 
 def get_remark(word: str, words: Iterable[str]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -54,6 +54,7 @@ class ExponentialMovingAverage(Callback):
         self._module: LightningModule | None = None  # module whose weights are averaged
         self._updates = 0
         self._last_step = 0
+        self._has_said = False  # whether the log says that evaluations use the averages
         self._loaded: dict[str, Tensor] | None = None
         # weight shards that currently hold averages, each paired with a copy of the weights to restore later
         self._replaced: list[tuple[Tensor, Tensor]] = []
@@ -65,6 +66,9 @@ class ExponentialMovingAverage(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded, self._updates = state_dict[_WEIGHTS], state_dict[_UPDATES]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._has_said = False
 
     # ------------------------------------------------------------------ averaging
 
@@ -154,6 +158,9 @@ class ExponentialMovingAverage(Callback):
             self._module = None  # the weights were loaded from a checkpoint without averages
         if pl_module is self._module:
             self._put_in(pl_module)
+            if not self._has_said:
+                rank_zero_info("ExponentialMovingAverage: the averages are evaluated, not the weights themselves.")
+            self._has_said = True
         else:
             rank_zero_warn(
                 "ExponentialMovingAverage has no averages for this module, because it was not trained in this process,"

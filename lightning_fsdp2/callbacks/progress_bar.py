@@ -1,9 +1,10 @@
-"""Progress bar that also shows the speed and the memory use of training."""
+"""Progress bar that also shows the speed and the memory use of training, or writes them into a log file."""
 
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.progress import TimeRemainingColumn
 from typing_extensions import override
 
@@ -23,6 +24,9 @@ class TrainingProgressBar(RichProgressBar):
     ``ExpertLoad``, the bar also shows the highest load of an expert, as a multiple of the mean load. The bar updates
     its values only after the Trainer's logging steps, so that it does not wait for the device in other steps.
 
+    If the output is not a terminal but a file, as in a SLURM job, the log gets a line with the same values after each
+    logging step and each validation.
+
     Args:
         refresh_rate: Number of times per second that the bar is drawn; 0 draws no bar.
         leave: Whether the bar of an epoch stays on the screen after the epoch.
@@ -32,6 +36,7 @@ class TrainingProgressBar(RichProgressBar):
         super().__init__(refresh_rate=refresh_rate, leave=leave)
         self._shown: dict[str, Any] = {}
         self._is_due = True
+        self._line = ""  # last line in the log, if there is no terminal
 
     @override
     def configure_columns(self, trainer: Trainer) -> list[Any]:
@@ -80,6 +85,20 @@ class TrainingProgressBar(RichProgressBar):
         super().on_validation_end(trainer, pl_module)
 
     @override
+    def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        is_due = self._is_due
+        super()._update_metrics(trainer, pl_module)
+        if is_due and self.is_enabled and self._shown and not self._has_terminal():
+            line = f"Epoch {trainer.current_epoch}, {_describe_step(trainer)}: {_format_metrics(self._shown)}"
+            if line != self._line:  # the end of an epoch may have nothing new
+                rank_zero_info(line)
+            self._line = line
+
+    def _has_terminal(self) -> bool:
+        console: Any = self._console
+        return console.is_interactive or console.is_jupyter
+
+    @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         if self._is_due:
             self._is_due = False
@@ -87,6 +106,14 @@ class TrainingProgressBar(RichProgressBar):
             own.pop("v_num", None)
             self._shown = {**{name.removeprefix("train/"): value for name, value in own.items()}, **_get_costs(trainer)}
         return self._shown
+
+
+def _describe_step(trainer: Any) -> str:
+    return f"step {trainer.global_step}" + (f"/{trainer.max_steps}" if trainer.max_steps > 0 else "")
+
+
+def _format_metrics(metrics: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {f'{v:.4g}' if isinstance(v, float) else v}" for name, v in metrics.items())
 
 
 def _get_costs(trainer: Trainer) -> dict[str, str]:

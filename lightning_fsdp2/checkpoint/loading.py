@@ -108,15 +108,9 @@ def load_model_state(
         if "Error(s) in loading state_dict" not in str(error):  # raised by a user's hook
             raise
         name = get_class_name(model)
-        remedy = (
-            "set `strict_loading = False` in the LightningModule (`strict=False` in a plain loop) to load only the"
-            " weights that fit"
-            if strict
-            else "make its own `load_state_dict` or hook leave out the weights that do not fit"
-        )
+        problems = _shorten(str(error)).replace(type(model).__name__, name)
         raise ValueError(
-            f"The checkpoint {str(path)!r} does not fit this {name}{_describe_adapters(own, state)}; build the model"
-            f" that was saved, or {remedy}. {_shorten(str(error)).replace(type(model).__name__, name)}"
+            f"The checkpoint {str(path)!r} does not fit this {name}{_get_remedy(own, state, strict)}. {problems}"
         ) from error
 
 
@@ -173,11 +167,34 @@ def _describe_keys(kind: str, keys: Iterable[str]) -> list[str]:
     return [f"\t{kind} key(s) in state_dict: {quoted}. "] if quoted else []
 
 
-def _describe_adapters(own: dict[str, Any], state: dict[str, Any]) -> str:
+def _get_remedy(own: dict[str, Any], state: dict[str, Any], strict: bool) -> str:
+    """Return what to do about a state dict ``state`` that does not fit a model's state dict ``own``.
+
+    With an adapter, the weights that fit are no use: an adapter renames the weights of its base, and if another adapter
+    is left out, the model's own one is untrained.
+    """
+    if not strict:
+        return (
+            "; build the model that was saved, or make its own `load_state_dict` or hook leave out the weights that do"
+            " not fit"
+        )
     has_adapter, is_saved = (any(".lora_A." in name for name in names) for names in (own, state))
-    if has_adapter == is_saved:
-        return ""
-    return ": the checkpoint has " + ("a LoRA adapter, the model has none" if is_saved else "no LoRA adapter")
+    if has_adapter and is_saved:
+        return "; build the model that was saved, with the same options of LoRA, such as `r` and `target_modules`"
+    if is_saved:
+        return (
+            ": the checkpoint has a LoRA adapter, the model has none; build the model that was saved, with its adapter,"
+            " or export the checkpoint with `--merge` and start from the exported model"
+        )
+    if has_adapter:
+        return (
+            ": the checkpoint has no LoRA adapter; build the model without one, or export the checkpoint and put the"
+            " adapter around the exported model"
+        )
+    return (
+        "; build the model that was saved, or set `strict_loading = False` in the LightningModule (`strict=False` in a"
+        " plain loop) to load only the weights that fit"
+    )
 
 
 def _shorten(message: str, most: int = 3) -> str:

@@ -11,7 +11,7 @@ import torch
 from jsonargparse import set_parsing_settings
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.callbacks import ModelSummary as LightningModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -24,6 +24,7 @@ from lightning_fsdp2._refusals import (
 )
 from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.callbacks.model_summary import ModelSummary
+from lightning_fsdp2.callbacks.progress_bar import TrainingProgressBar
 from lightning_fsdp2.cli.commands import READ_CONFIG, SUMMARIES
 from lightning_fsdp2.cli.completion import build_completion
 from lightning_fsdp2.cli.errors import wants_traceback
@@ -61,6 +62,10 @@ def _print_completion(parser: Any, arguments: list[str]) -> None:
     except ValueError as error:
         parser.error(str(error), error)
     parser.exit(0)
+
+
+def _has(callbacks: Sequence[Callback], kind: type[Callback]) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
 
 
 def run(args: Sequence[str] | None) -> None:
@@ -183,7 +188,7 @@ class FSDP2CLI(LightningCLI):
         cast(CLITrainer, self.trainer).about_run = about_run
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create the Trainer, with this package's model summary if the config says nothing of a summary.
+        """Create the Trainer, with this package's model summary and progress bar if the config says nothing of them.
 
         For ``describe`` and ``plan``, ignore the environment that a launcher has set.
         """
@@ -192,9 +197,13 @@ class FSDP2CLI(LightningCLI):
         options = self._get(self.config_init, "trainer")
         callbacks = options.callbacks if isinstance(options.callbacks, list) else [options.callbacks]
         callbacks = [callback for callback in callbacks if callback is not None]
-        has_summary = any(isinstance(callback, LightningModelSummary) for callback in callbacks)
-        if not has_summary and not options.barebones and options.enable_model_summary is not False:
-            kwargs.update(callbacks=[*callbacks, ModelSummary()], enable_model_summary=False)
+        if not options.barebones:
+            if options.enable_model_summary is not False and not _has(callbacks, LightningModelSummary):
+                callbacks.append(ModelSummary())
+                kwargs["enable_model_summary"] = False
+            if options.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
+                callbacks.append(TrainingProgressBar())
+            kwargs["callbacks"] = callbacks
         return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import xxhash
 
 from lightning_fsdp2._refusals import get_root_cause
+from lightning_fsdp2._suggestions import suggest_path
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
@@ -64,11 +65,17 @@ def _expand(member: str, suffixes: tuple[str, ...], option: str) -> list[Path]:
         return _find_files_of_directory(path, suffixes, option)
     files = [path] if path.is_file() else sorted(filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))))
     if not files:
+        hint = suggest_path(path) or f"; check its spelling{_name_other_sources(suffixes, option)}."
         raise FileNotFoundError(
-            f"{option}={member!r} is neither a file nor a directory on this machine and, as a glob, matches no file; "
-            f"check its spelling, or use {PYTHON_STDLIB!r} for a corpus that every machine has."
+            f"{option}={member!r} is neither a file nor a directory on this machine and, as a glob, matches no file"
+            f"{hint}"
         )
     return files
+
+
+def _name_other_sources(suffixes: tuple[str, ...], option: str) -> str:
+    hub = ", or name a dataset of the Hub as `dataset`" if option == "path" else ""
+    return f"{hub}, or use {PYTHON_STDLIB!r} for a corpus that every machine has" if ".py" in suffixes else hub
 
 
 def _find_files_of_directory(directory: Path, suffixes: tuple[str, ...], option: str) -> list[Path]:

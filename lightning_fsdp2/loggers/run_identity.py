@@ -11,6 +11,7 @@ import lightning
 import torch
 import transformers
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -66,6 +67,28 @@ def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
         "versions": get_versions(),
         "git": _get_optional_revision(),
     }
+
+
+def describe_step(trainer: Any) -> str | None:
+    """Say how many samples and tokens an optimizer step has, or return None if this is not known.
+
+    Args:
+        trainer: Trainer with a strategy of this package, whose data loader for training is set up.
+    """
+    is_fixed = trainer.lightning_module.automatic_optimization and not any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+    )
+    loader = trainer.train_dataloader
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not is_fixed or not isinstance(size, int):
+        return None
+    ranks, accumulation = trainer.strategy.data_parallel_size, trainer.accumulate_grad_batches
+    samples, length = size * ranks * accumulation, getattr(trainer.datamodule, "sequence_length", None)
+    tokens = f" ({samples * length:,} tokens)" if isinstance(length, int) else ""
+    return (
+        f"A step is {samples:,} samples{tokens}: {ranks} data parallel rank(s) x batches of {size} x"
+        f" accumulate_grad_batches={accumulation}."
+    )
 
 
 def hide_secrets(text: str) -> str:

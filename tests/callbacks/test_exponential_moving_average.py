@@ -226,10 +226,18 @@ def test_a_module_that_was_not_trained_keeps_its_weights() -> None:
     [pytest.param(kind, marks=() if name == "ddp" else pytest.mark.slow) for name, kind in STRATEGIES.items()],
     ids=STRATEGIES,
 )
-def test_a_checkpoint_is_evaluated_with_its_own_averages(kind: Kind, tmp_path: Path) -> None:
+def test_a_checkpoint_is_evaluated_with_its_own_averages_and_the_log_says_so(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     batches = make_batches(8)
 
+    def count_lines() -> int:
+        return caplog.messages.count(
+            "ExponentialMovingAverage: the averages are evaluated, not the weights themselves."
+        )
+
     def run() -> None:
+        caplog.set_level("INFO")
         weights, _, losses = average_alone(batches, 2)
         plain = Regressor()
         plain.load_state_dict(weights)
@@ -238,16 +246,20 @@ def test_a_checkpoint_is_evaluated_with_its_own_averages(kind: Kind, tmp_path: P
         trainer.fit(module, make_loader(batches))
         trainer.save_checkpoint(tmp_path / "early.ckpt")
         trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-        trainer = kind.make_trainer(callbacks=[ExponentialMovingAverage(DECAY)], max_steps=3)
-        trainer.fit(module, make_loader(batches[4:]))
+        options = {"max_steps": 3, "val_check_interval": 1, "num_sanity_val_steps": 0}
+        trainer = kind.make_trainer(callbacks=[ExponentialMovingAverage(DECAY)], **options)
+        is_first = trainer.is_global_zero
+        trainer.fit(module, make_loader(batches[4:]), make_loader(batches[:2]))  # two validations
+        assert count_lines() == is_first
         for fresh in (trainer, kind.make_trainer(callbacks=[ExponentialMovingAverage(DECAY)])):
             measured = fresh.validate(module, make_loader(batches[:2]), ckpt_path=tmp_path / "early.ckpt")
             assert measured[0]["loss"] == pytest.approx(losses[-1], rel=1e-5)
-        is_first = trainer.is_global_zero
+        assert count_lines() == 3 * is_first
         with pytest.warns(UserWarning, match="has no averages") if is_first else nullcontext():
             measured = trainer.validate(module, make_loader(batches[:2]), ckpt_path=tmp_path / "weights.ckpt")
         expected = float(sum(plain.loss(batch) for batch in batches[:2]) / 2)
         assert measured[0]["loss"] == pytest.approx(expected, rel=1e-5)
+        assert count_lines() == 3 * is_first
 
     kind.run(run, 2)
 

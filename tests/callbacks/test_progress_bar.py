@@ -54,6 +54,33 @@ def test_a_line_of_a_hundred_columns_shows_loss_tokens_and_memory() -> None:
     assert lines[3].partition("loss")[2] == lines[2].partition("loss")[2], "changed without a log"
 
 
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_a_log_file_gets_a_line_per_logging_step_and_validation(
+    has_terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if has_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes anything for a terminal
+
+    def run() -> tuple[list[str], float]:
+        options = {"enable_progress_bar": True, "max_steps": 5, "log_every_n_steps": 2, "val_check_interval": 5}
+        trainer = make_trainer(callbacks=[Throughput(), TrainingProgressBar()], **options)
+        loader = make_loader(make_token_batches(10))
+        with caplog.at_level("INFO"):
+            trainer.fit(CausalLM(config=LLAMA), loader, loader)
+        lines = [line for line in caplog.messages if line.startswith("Epoch ")]
+        return lines, float(trainer.callback_metrics["val/loss"])
+
+    (lines, loss), (of_other_rank, _) = run_ranks(run, 2)
+    assert of_other_rank == []
+    if has_terminal:
+        assert lines == []
+        return
+    assert [line.partition(":")[0] for line in lines] == [f"Epoch 0, step {step}/5" for step in (0, 2, 4, 5)]
+    assert all(" loss " in line and "tok/s " in line for line in lines[1:])
+    assert ["val/loss" in line for line in lines] == [True, False, False, True]  # the first is the sanity check
+    assert f"val/loss {loss:.4g}" in lines[3]
+
+
 @pytest.mark.parametrize(
     ("max_epochs", "max_steps", "batches", "total"),
     [(-1, 5, 100, 8), (-1, 5, 6, 6), (3, 5, 100, 100), (3, -1, 100, 100)],

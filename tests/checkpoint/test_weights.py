@@ -236,8 +236,18 @@ def test_keys_that_differ_are_shortened_and_an_adapter_is_named(tmp_path: Path) 
     )
     with pytest.raises(ValueError, match=message):
         load_model_state(path, nn.Sequential(), dict(weights))
+    adapted = nn.ModuleDict({"lora_A": nn.Linear(2, 2)})
+    for state, hint in (
+        ({"0.lora_A.weight": torch.ones(4, 2)}, r"the same options of LoRA, such as `r`"),
+        ({"0.weight": torch.ones(2, 2)}, r"the checkpoint has no LoRA adapter; build the model without one"),
+    ):
+        with pytest.raises(ValueError, match=hint) as caught:
+            load_model_state(path, nn.Sequential(adapted), state)
+        assert "strict_loading" not in str(caught.value)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     other = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))).state_dict()
-    with pytest.raises(ValueError, match=r"mismatch for 0\.weight(.|\n)*mismatch for 7 more tensors") as caught:
+    with pytest.raises(
+        ValueError, match=r"strict_loading(.|\n)*mismatch for 0\.weight(.|\n)*mismatch for 7 more tensors"
+    ) as caught:
         load_model_state(path, model, other)
     assert "LoRA" not in str(caught.value)

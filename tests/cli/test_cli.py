@@ -18,12 +18,14 @@ import yaml
 from helpers.models import LLAMA
 from helpers.ranks import run_ranks
 from jsonargparse import ArgumentError, set_parsing_settings
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_fsdp2
 from lightning_fsdp2._refusals import is_refusal
+from lightning_fsdp2.callbacks import TrainingProgressBar
 from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.cli.names import expand_arguments, expand_yaml
 from lightning_fsdp2.config import FSDP2Config
@@ -131,6 +133,24 @@ def test_optimizer_and_scheduler_are_options_of_the_model(tmp_path):
     assert optimizer.defaults["lr"] == 0.5
     assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
     assert isinstance(cli.datamodule, Data)
+
+
+@pytest.mark.parametrize(
+    ("options", "bars"),
+    [
+        ({"enable_progress_bar": None}, [TrainingProgressBar]),
+        ({"enable_progress_bar": False}, []),
+        ({"barebones": True, "enable_progress_bar": None, "enable_model_summary": None}, []),
+        (
+            {"enable_progress_bar": None, "callbacks": {"class_path": "lightning.pytorch.callbacks.TQDMProgressBar"}},
+            [TQDMProgressBar],
+        ),
+    ],
+    ids=["default", "none", "barebones", "other"],
+)
+def test_the_progress_bar_is_ours_if_the_config_says_nothing(tmp_path, options, bars):
+    cli = FSDP2CLI([write_yaml(tmp_path, **options)], run=False)
+    assert [type(each) for each in cli.trainer.callbacks if isinstance(each, ProgressBar)] == bars
 
 
 def test_fit_twice_resumes_from_last(tmp_path):

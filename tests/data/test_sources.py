@@ -64,6 +64,17 @@ def test_missing_path_is_named(tmp_path, path):
         find_files(str(tmp_path / path))
 
 
+def test_missing_path_names_the_nearest_file_and_else_what_the_module_can_read(tree):
+    with pytest.raises(FileNotFoundError, match=rf"path='{tree}/c.txt' is neither .*; did you mean '{tree}/b.txt'\?$"):
+        find_files(str(tree / "c.txt"))
+    with pytest.raises(FileNotFoundError, match=r"check its spelling, or name a dataset .* as `dataset`\.$"):
+        find_files("nobody/chats", [".jsonl"])
+    with pytest.raises(FileNotFoundError, match=r"`dataset`, or use 'python-stdlib' for"):
+        find_files("nobody/texts")
+    with pytest.raises(FileNotFoundError, match=r"validation_path=.* check its spelling\.$"):
+        find_files("nobody/chats", [".jsonl"], option="validation_path")
+
+
 def test_directory_without_known_files_names_the_suffixes(tmp_path):
     (tmp_path / "a.rs").write_text("fn main() {}")
     with pytest.raises(FileNotFoundError, match=r"suffixes=\['.txt', .*set suffixes"):

@@ -2,20 +2,23 @@
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from helpers.models import LLAMA
+from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import make_trainer
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy, TextDataModule
-from lightning_fsdp2.loggers.run_identity import describe_run
+from lightning_fsdp2.loggers.run_identity import describe_run, describe_step
 
 CONFIG = {**LLAMA, "vocab_size": 257, "eos_token_id": 256}
 
@@ -109,3 +112,51 @@ def test_secrets_are_left_out_and_the_commit_is_told(tmp_path: Path, monkeypatch
     assert options["url"] == "https://host/data"
     assert options["samples"] == "list of 1000"
     assert (options["options"], options["eos_token_id"]) == ({"anon": False}, 7)
+
+
+SAMPLES = list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "said"),
+    [
+        (DataLoader(SAMPLES, 2), {"accumulate_grad_batches": 4}, "24 samples: 3 data parallel rank(s) x batches of 2"),
+        (DataLoader(SAMPLES, batch_sampler=BatchSampler(SAMPLES, 5, True)), {}, "15 samples: 3 data parallel rank(s)"),
+        (DataLoader(SAMPLES, batch_size=None), {}, None),
+        ({"a": DataLoader(SAMPLES, 2)}, {}, None),
+        (DataLoader(SAMPLES, 2), {"callbacks": [GradientAccumulationScheduler({1: 2})]}, None),
+        (DataLoader(SAMPLES, 2), {"lightning_module": SimpleNamespace(automatic_optimization=False)}, None),
+    ],
+    ids=["accumulation", "batch-sampler", "unknown", "several", "scheduled", "manual"],
+)
+def test_the_samples_of_a_step_are_told_if_they_are_known(loader: Any, options: Any, said: str | None) -> None:
+    trainer = SimpleNamespace(
+        **{
+            "train_dataloader": loader,
+            "datamodule": None,
+            "strategy": SimpleNamespace(data_parallel_size=3),
+            "accumulate_grad_batches": 1,
+            "callbacks": [],
+            "lightning_module": SimpleNamespace(automatic_optimization=True),
+            **options,
+        }
+    )
+    text = describe_step(trainer)
+    assert text is None if said is None else text.startswith(f"A step is {said}")
+
+
+def test_a_fit_logs_the_samples_and_tokens_of_a_step_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "text.txt").write_text("again and again " * 200)
+
+    def run() -> list[str]:
+        data = TextDataModule(path=str(tmp_path / "text.txt"), sequence_length=16, batch_size=2, global_batch_size=4)
+        with caplog.at_level("INFO"):
+            make_trainer(FSDP2Strategy(tp_size=2), max_steps=1).fit(CausalLM(config=CONFIG), data)
+        return [line for line in caplog.messages if line.startswith("A step is ")]
+
+    assert run_ranks(run, 2) == [
+        [
+            "A step is 4 samples (64 tokens): 1 data parallel rank(s) x batches of 2 x accumulate_grad_batches=2.",
+        ],
+        [],
+    ]

@@ -21,6 +21,7 @@ import fcntl
 import os
 import shutil
 import sys
+import tempfile
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -188,6 +189,27 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
     draft = Draft(link)
     draft.path.symlink_to(os.path.relpath(target, link.parent))
     draft.publish()
+
+
+def check_folder(folder: AnyPath) -> None:
+    """Raise an error if checkpoints cannot be written to the folder of a ``ModelCheckpoint``.
+
+    A missing folder is not created. Instead, the nearest existing one of its parents is tested.
+
+    Raises:
+        ValueError: When the tested folder is a file, or cannot be written to.
+    """
+    if not is_local(folder):
+        return
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=nearest))
+    except OSError as error:
+        raise ValueError(
+            f"ModelCheckpoint(dirpath={str(folder)!r}): this run could not save checkpoints there, because"
+            f" {str(nearest)!r} {_get_reason(error)}. Choose another folder (ModelCheckpoint(dirpath=...),"
+            " Trainer(default_root_dir=...))."
+        ) from error
 
 
 def check_free_space(path: AnyPath, size: int) -> None:

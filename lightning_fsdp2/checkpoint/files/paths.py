@@ -1,11 +1,10 @@
 """Find a checkpoint by its path, and refuse a path at which there is none. This needs no torch."""
 
-import os
 import zipfile
 from collections.abc import Collection
-from difflib import get_close_matches
 from pathlib import Path
 
+from lightning_fsdp2._suggestions import suggest_path
 from lightning_fsdp2.checkpoint.files.drafts import (
     METADATA_FILE,
     SUMMARY_FILE,
@@ -37,7 +36,9 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
             clean_folder(found.parent)  # restore the checkpoint if a process died while replacing it
         found = found.resolve()
     if not found.exists():
-        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}{_name_similar(get_path(path))}")
+        unresolved = get_path(path)
+        similar = suggest_path(unresolved) if is_local(unresolved) else ""
+        raise FileNotFoundError(f"There is no checkpoint {str(path)!r}{similar or '.'}")
     return found
 
 
@@ -92,15 +93,6 @@ def raise_missing(path: AnyPath, missing: Collection[str]) -> None:
             f"The checkpoint {str(path)!r} is incomplete: {', '.join(sorted(missing))} is missing. The checkpoint"
             " was only partly copied, or the process that wrote it died; use an earlier checkpoint."
         )
-
-
-def _name_similar(path: AnyPath) -> str:
-    """Return ``; did you mean 'PATH'?`` with what is called nearly like ``path`` in its folder, or a full stop."""
-    if not is_local(path) or not path.parent.is_dir() or not os.access(path.parent, os.R_OK):
-        return "."
-    names = [other.name for other in path.parent.iterdir() if not other.name.startswith(".")]
-    nearest = get_close_matches(path.name, names, n=1)
-    return f"; did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else "."
 
 
 def _check_not_of_accelerate(path: AnyPath) -> None:

@@ -1,4 +1,4 @@
-"""Checks before training: all ranks must have the same config, and all nodes must share the checkpoint folders."""
+"""Checks before training: ranks must have the same config, and checkpoint folders be writable and on all nodes."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,11 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fsdp2.checkpoint.files.drafts import get_path, is_local
+from lightning_fsdp2.checkpoint.files.drafts import check_folder, get_path, is_local
 from lightning_fsdp2.loggers.run_identity import hide_secrets, is_secret
 from lightning_fsdp2.ranks.coordination import gather_objects, on_first_rank
 from lightning_fsdp2.ranks.failures import describe_ranks
@@ -73,8 +73,10 @@ def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.Process
         rank_zero_warn(f"The hyperparameters of the ranks differ, and each rank uses its own: {differences}.")
 
 
-def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Refuse a ``ModelCheckpoint`` folder that is not shared by all hosts. Every rank must call this.
+def check_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Refuse a folder for checkpoints that rank 0 cannot write to, or that not all hosts share.
+
+    Every rank must call this.
 
     Args:
         trainer: Trainer whose callbacks are set up.
@@ -82,15 +84,17 @@ def check_shared_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.P
         group: CPU group of all ranks.
 
     Raises:
-        ValueError: On every rank, when a folder is not shared. The message names the folder and the ranks
-            that cannot see rank 0's test file in it.
+        ValueError: On every rank. The message names the folder, and what is wrong with it or which ranks cannot see
+            rank 0's test file in it.
     """
-    if trainer.num_nodes == 1 or cast(Any, trainer).fast_dev_run:  # fast_dev_run saves no checkpoint
+    if cast(Any, trainer).fast_dev_run:  # it saves no checkpoint
         return
     patience = min(_TIME_TO_APPEAR, cast(Any, trainer.strategy).group_timeout / 2)
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath and is_local(get_path(callback.dirpath)):
-            _check_shared(Path(callback.dirpath), hosts, group, patience)
+    dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    for folder in map(get_path, filter(None, dirpaths)):
+        on_first_rank(partial(check_folder, folder), group)
+        if trainer.num_nodes > 1 and is_local(folder):
+            _check_shared(folder, hosts, group, patience)
 
 
 def _compare(description: dict[str, str], hosts: Sequence[str], group: dist.ProcessGroup) -> str:

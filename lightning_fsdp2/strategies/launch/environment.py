@@ -49,6 +49,7 @@ def make_launcher(environment: ClusterEnvironment, devices: int, nodes: int) -> 
     """
     _check_port()
     if environment.creates_processes_externally:
+        _check_number_of_torchrun(environment, devices, nodes)
         environment.validate_settings(num_devices=devices, num_nodes=nodes)
         _check_tasks_of_slurm(environment, devices, nodes)
         _check_local_rank(environment, devices)
@@ -116,6 +117,17 @@ def _check_local_rank(environment: ClusterEnvironment, devices: int) -> None:
         raise ValueError(
             f"LOCAL_RANK={rank} is out of range for Trainer(devices={devices}), whose ranks on a node are 0 to"
             f" {devices - 1}. Set devices to the number of processes on a node, or unset LOCAL_RANK."
+        )
+
+
+def _check_number_of_torchrun(environment: ClusterEnvironment, devices: int, nodes: int) -> None:
+    """Check that torchrun has started one process per rank. Lightning would check this too, but without a remedy."""
+    processes = environment.world_size()
+    if isinstance(environment, TorchElasticEnvironment) and processes != nodes * devices:
+        raise ValueError(
+            f"torchrun has started {processes} process(es), but Trainer(devices={devices}, num_nodes={nodes}) asks for"
+            f" {nodes * devices}. Set num_nodes to the value of `torchrun --nnodes`, and devices to the value of"
+            " `--nproc-per-node`."
         )
 
 

@@ -26,7 +26,7 @@ from lightning_fsdp2.compat.lightning import is_accumulating
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.ranks.coordination import get_group, wait_for_all_ranks
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
-from lightning_fsdp2.strategies.launch.agreement import check_shared_folders
+from lightning_fsdp2.strategies.launch.agreement import check_folders
 from lightning_fsdp2.strategies.parts.model_checkpoint import take_over
 from lightning_fsdp2.strategies.parts.resumption import Resumption
 from lightning_fsdp2.strategies.parts.world import World
@@ -101,7 +101,7 @@ class Checkpoints:
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._resumption.forget_loader_states()
-        check_shared_folders(trainer, self._world.hosts, cast(Any, self._world.control_group))
+        check_folders(trainer, self._world.hosts, cast(Any, self._world.control_group))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self.io.clean(callback.dirpath or trainer.default_root_dir, callback.CHECKPOINT_NAME_LAST)

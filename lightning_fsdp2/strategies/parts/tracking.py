@@ -9,7 +9,7 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.compat.ledger import get_ledger, has_own
 from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
-from lightning_fsdp2.loggers.run_identity import describe_run
+from lightning_fsdp2.loggers.run_identity import describe_run, describe_step
 from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
 from lightning_fsdp2.ranks.whole_tensors import gather
 
@@ -106,6 +106,11 @@ class Tracking(Callback):
                 # without this option, TensorBoardLogger would log a metric `hp_metric` with the value -1
                 options: dict[str, Any] = {"metrics": {}} if isinstance(any_logger, TensorBoardLogger) else {}
                 any_logger.log_hyperparams({"run": identity}, **options)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if description := describe_step(trainer):
+            rank_zero_info(description)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -267,6 +267,21 @@ def test_a_folder_that_takes_no_files_is_named_and_left_as_it_was(
     assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 
+@pytest.mark.parametrize("name", ["", "new/folder"])
+def test_a_folder_for_checkpoints_is_tested_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder.check_folder(tmp_path / name)
+    assert names(tmp_path) == []
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(ValueError, match=rf"dirpath='{tmp_path / name}'.* '{tmp_path}' may not be written to\."):
+        folder.check_folder(tmp_path / name)
+
+
 def test_a_checkpoint_may_be_removed_from_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     save_checkpoint(path, nn.Linear(2, 2))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers.ranks import run_ranks
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.cli import main
@@ -201,6 +201,34 @@ def test_a_shared_folder_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_takes_no_checkpoints_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    folder = tmp_path / "notes.txt" / "checkpoints"
+
+    def run() -> str:
+        steps: list[int] = []
+        callbacks = [ModelCheckpoint(folder), LambdaCallback(on_train_batch_start=lambda *args: steps.append(1))]
+        with pytest.raises(ValueError, match="could not save") as error:
+            fit(callbacks=callbacks, enable_checkpointing=True)
+        assert steps == []
+        return str(error.value)
+
+    assert set(run_ranks(run, 2)) == {
+        f"ModelCheckpoint(dirpath='{folder}'): this run could not save checkpoints there, because"
+        f" '{tmp_path}/notes.txt' is a file. Choose another folder (ModelCheckpoint(dirpath=...),"
+        " Trainer(default_root_dir=...))."
+    }
+
+
+def test_a_run_without_checkpoints_needs_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def run() -> None:
+        fit(callbacks=[ModelCheckpoint(tmp_path / "file")], enable_checkpointing=True, fast_dev_run=True)
+
+    run_ranks(run, 1)
+
+
 # ---------------------------------------------------------------------- torchrun's number of nodes
 
 
@@ -216,7 +244,11 @@ def test_torchrun_says_how_many_nodes_there_are() -> None:
 
 def test_torchrun_with_another_number_of_processes_is_refused() -> None:
     def run() -> None:
-        with pytest.raises(ValueError, match="does not match the world size"):
+        with pytest.raises(ValueError, match="torchrun has started") as error:
             make_trainer(FSDP2Strategy(), devices=3)
+        assert str(error.value) == (
+            "torchrun has started 2 process(es), but Trainer(devices=3, num_nodes=1) asks for 3. Set num_nodes to the"
+            " value of `torchrun --nnodes`, and devices to the value of `--nproc-per-node`."
+        )
 
     run_ranks(run, 2)
