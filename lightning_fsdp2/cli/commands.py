@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 from lightning_fsdp2._registry import DTYPES
 from lightning_fsdp2._suggestions import suggest
@@ -33,6 +33,8 @@ SUMMARIES = {
 
 READ_CONFIG = ("fit", "validate", "test", "predict", "describe", "plan")
 """Commands that read a config."""
+
+ExportDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 def consolidate(
@@ -61,7 +63,7 @@ def export(
     output: str,
     model: str | None = None,
     tokenizer: str | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: ExportDtype | None = None,
     max_shard_size: int | str = "5GB",
     merge: bool = False,
     pretrained: str | None = None,
