@@ -1,5 +1,6 @@
 """Messages of jsonargparse and other libraries in one line, with the options and the values that they are about."""
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,13 @@ _CALLABLE = re.compile(
 _REASON = re.compile(r"Expected an? (.*?)(?:\. Got value: (.*?))?(?:\. Got value: Namespace\(.*\))?")
 _NO_SUBCLASS = "Not a valid subclass of "
 _NO_IMPORT = "dot import path string: "
-_NAMES = {"bool": ["true", "false"], "float": ["a number"], "str": ["text"], "dict": ["a mapping"]}
+_NAMES = {
+    "bool": ["true", "false"],
+    "float": ["a number"],
+    "str": ["text"],
+    "dict": ["a mapping"],
+    "Iterable": ["a list"],
+}
 _MOST_CLASSES = 8
 """Number of subclasses up to which they are listed as examples."""
 _MOST_LETTERS = 200
@@ -169,15 +176,22 @@ def list_subclasses(message: str) -> set[str]:
 
 
 def _find_classes(text: str) -> list[type]:
-    """Return the imported classes whose paths are in ``text``, other than built-in ones."""
+    """Return the imported classes whose paths are in ``text``, without those of the standard library.
+
+    The standard library's are no classes to choose from, but kinds of values, such as ``Iterable``.
+    """
     paths = [path.rpartition(".") for path in re.findall(r"\b[a-z]\w*(?:\.\w+)*\.[A-Z]\w*", text)]
-    found = [getattr(sys.modules.get(module), name, None) for module, _, name in paths]
+    others = [path for path in paths if path[0].partition(".")[0] not in sys.stdlib_module_names]
+    found = [getattr(sys.modules.get(module), name, None) for module, _, name in others]
     return [kind for kind in dict.fromkeys(found) if isinstance(kind, type)]
 
 
 def _walk_subclasses(kind: type) -> Iterator[type]:
+    """Yield the subclasses in Lightning, in torch and in this package that a config can name."""
     subclasses: list[type] = kind.__subclasses__()
     for subclass in subclasses:
-        if not subclass.__name__.startswith("_") and subclass.__module__.startswith(("lightning", "torch")):
+        # Lightning's DummyLogger stands in for a logger where none may write
+        is_private = subclass.__name__.startswith(("_", "Dummy")) or inspect.isabstract(subclass)
+        if not is_private and subclass.__module__.startswith(("lightning", "torch")):
             yield subclass
         yield from _walk_subclasses(subclass)

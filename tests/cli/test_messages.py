@@ -1,8 +1,9 @@
 """What the command line says that a value must be."""
 
 import pytest
-from lightning.pytorch import Callback, Trainer  # noqa: F401  classes are known once they are imported
+from lightning.pytorch import Callback, Trainer, loggers  # noqa: F401  classes are known once they are imported
 
+from lightning_fsdp2 import ChatDataModule, TextDataModule  # noqa: F401  the same
 from lightning_fsdp2.cli.messages import describe_type_error, is_about_type
 
 
@@ -12,7 +13,7 @@ from lightning_fsdp2.cli.messages import describe_type_error, is_about_type
         (["Expected a <class 'int'>. Got value: ten"], "", "an int"),
         (["Expected a <class 'bool'>", "Expected a <class 'float'>"], "", "true, false or a number"),
         (["Expected a typing.Literal['full', 'chunked']", "Expected a <class 'NoneType'>"], "", "'full' or 'chunked'"),
-        (["Expected a <class 'collections.abc.Iterable'>"], "", "an iterable"),
+        (["Expected a <class 'collections.abc.Iterable'>"], "", "a list"),
         (
             ["Expected a dot import path string: ten"],
             "Subtypes: [<class 'torch.distributed.fsdp.CPUOffloadPolicy'>, <class 'NoneType'>]",
@@ -28,11 +29,29 @@ from lightning_fsdp2.cli.messages import describe_type_error, is_about_type
             "Subtypes: [<class 'lightning.pytorch.callbacks.callback.Callback'>]",
             "the class path of a Callback",
         ),
+        (
+            ["Expected a dot import path string: ten"],
+            "Subtypes: [<class 'lightning.pytorch.core.datamodule.LightningDataModule'>]",
+            "the class path of a LightningDataModule (such as ChatDataModule, TextDataModule)",
+        ),
     ],
 )
 def test_types_are_put_in_words(reasons: list[str], types: str, words: str) -> None:
     assert all(map(is_about_type, reasons))
     assert describe_type_error("option", "ten", reasons, types) == f"option=ten must be {words}"
+
+
+def test_only_classes_that_a_config_can_name_are_listed() -> None:
+    reasons = ["Expected a dot import path string: ten", "Expected a <class 'collections.abc.Iterable'>"]
+    types = (
+        "Subtypes: [<class 'lightning.pytorch.loggers.logger.Logger'>, typing.Iterable[...],"
+        " collections.abc.Iterable[lightning.pytorch.loggers.logger.Logger]]"
+    )
+    line = describe_type_error("logger", "ten", reasons, types)
+    assert line.startswith("logger=ten must be the class path of a Logger (such as ")
+    assert line.endswith(") or a list")
+    assert "CSVLogger" in line
+    assert "Dummy" not in line
 
 
 def test_other_reasons_are_not_about_types() -> None:
