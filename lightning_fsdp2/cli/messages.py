@@ -78,13 +78,15 @@ def summarize(message: str) -> str:
 def name_options(message: str, config: Namespace) -> str:
     """Return the options that a library's message is about, each with its value, to append to the message.
 
-    These are the options whose value is a word of the message, and the options of the Trainer that it names, since it
-    rarely says both.
+    These are the options whose value the message contains, and the options of the Trainer that it names, since it
+    rarely says both. A plain word, such as "full", must be in quotation marks, except for the Trainer's own options:
+    Lightning writes of a "gpu" without them.
     """
     found = []
     for option, value in _walk(config):
         name = option.rpartition(".")[2]
-        is_quoted = isinstance(value, str) and len(value) > 2 and _has_word(message, value)
+        is_trainers = option == f"trainer.{name}"
+        is_quoted = isinstance(value, str) and len(value) > 2 and _quotes(message, value, plainly=is_trainers)
         is_named = option.startswith("trainer.") and value is not None and f"`{name}`" in message
         if is_quoted or is_named:
             found.append(f"{option}={value!r}")
@@ -105,8 +107,12 @@ def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _has_word(text: str, word: str) -> bool:
-    return re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-]|\.\w)", text) is not None
+def _quotes(text: str, value: str, *, plainly: bool) -> bool:
+    """Return whether a text has a value as a word; in quotation marks, if it is a plain word and not ``plainly``."""
+    if value == "auto":  # no choice of the user
+        return False
+    mark = "" if plainly or re.search("[^A-Za-z]|[a-z][A-Z]", value) else "['\"`]"
+    return re.search(rf"(?<![\w.-]){mark}{re.escape(value)}{mark}(?![\w-]|\.\w)", text) is not None
 
 
 def is_about_type(reason: str) -> bool:

@@ -1,10 +1,11 @@
 """What the command line says that a value must be."""
 
 import pytest
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer, loggers  # noqa: F401  classes are known once they are imported
 
 from lightning_fsdp2 import ChatDataModule, TextDataModule  # noqa: F401  the same
-from lightning_fsdp2.cli.messages import describe_type_error, is_about_type
+from lightning_fsdp2.cli.messages import describe_type_error, is_about_type, name_options
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,28 @@ def test_only_classes_that_a_config_can_name_are_listed() -> None:
 
 def test_other_reasons_are_not_about_types() -> None:
     assert not is_about_type("Option 'lr' is not accepted")
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("'full' is none of my words", "flags.checkpointing='full'"),
+        ("the full message", ""),
+        ("No supported gpu backend found!", "trainer.accelerator='gpu'"),
+        ("the number of devices is 'auto' or an int", ""),
+        ("cannot read ./text.txt", "data.path='./text.txt'"),
+        ("cannot read ./text.txt.gz", ""),
+        ("no kernel for bf16-mixed here", "trainer.precision='bf16-mixed'"),
+        ("`precision` is wrong", "trainer.precision='bf16-mixed'"),
+        ("FlashAttention2 is not installed", "model.attention='FlashAttention2'"),
+        ("nothing of the config", ""),
+    ],
+)
+def test_a_librarys_message_names_the_options_that_it_is_about(message: str, options: str) -> None:
+    config = Namespace(
+        trainer=Namespace(precision="bf16-mixed", accelerator="gpu", devices="auto"),
+        flags={"checkpointing": "full"},
+        data=Namespace(path="./text.txt"),
+        model=Namespace(attention="FlashAttention2"),
+    )
+    assert name_options(message, config) == (f" (the config has {options})" if options else "")
