@@ -222,7 +222,7 @@ OPTIONS: list[Row] = [
     (f"{MODEL}.config", ["llama"], ("config=['llama']", "a mapping or text")),
     (f"{MODEL}.lora", True, ("lora=True", "a mapping or text")),
     (f"{MODEL}.lora", {"rank": 4}, ("'rank'", "lora_alpha")),
-    (f"{MODEL}.lora", {"r": "four"}, ("r='four'", "a number")),
+    (f"{MODEL}.lora", {"r": "four"}, ("r='four'", "a whole number")),
     (f"{MODEL}.lora", "./nothing", ("nothing", "adapter_config.json")),
     (f"{MODEL}.lora", {"bias": "some"}, ("lora.bias='some'",)),
     (f"{MODEL}.router_aux_loss_coef", -0.1, ("router_aux_loss_coef=-0.1", "0 or more")),
