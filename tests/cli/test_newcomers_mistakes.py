@@ -22,16 +22,14 @@ from helpers.mistakes import (
     Case,
     change_config,
     chat,
-    check,
+    check_run,
     cut_off,
     file,
     flip_byte,
     optimizer,
     remove,
-    run_forked,
     text,
     train_first,
-    write_run,
 )
 
 Row = tuple[str, Any, tuple[str, ...]]
@@ -403,5 +401,4 @@ def name(case: Case) -> str:
 )
 @pytest.mark.usefixtures("_trained")
 def test_a_mistake_is_said(case: Case, tmp_path: Path) -> None:
-    write_run(tmp_path, case)
-    check(case, run_forked(tmp_path, case.get_arguments(), case.env))
+    check_run(case, tmp_path)
