@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fsdp2._cli_types import register_cli_types
+from lightning_fsdp2._registry import DTYPES
 from lightning_fsdp2._suggestions import suggest, with_suggestions
 
 __all__ = [
@@ -43,8 +44,6 @@ CheckpointFormat: TypeAlias = Literal["sharded", "full"]
 
 T = TypeVar("T")
 
-_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
 
 def dtype_from_str(name: str) -> torch.dtype:
     """Return the torch dtype called ``name``, such as ``"float32"``, ``"torch.bfloat16"``, ``"bf16"`` or ``"fp16"``.
@@ -53,7 +52,7 @@ def dtype_from_str(name: str) -> torch.dtype:
         ValueError: If torch has no such dtype.
     """
     bare_name = name.removeprefix("torch.")
-    dtype = getattr(torch, _DTYPE_ALIASES.get(bare_name, bare_name), None)
+    dtype = getattr(torch, DTYPES.get(bare_name, bare_name), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
             f"{name!r} is not the name of a torch dtype; use bfloat16 (bf16), float16 (fp16, half), "

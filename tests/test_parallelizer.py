@@ -237,6 +237,15 @@ def test_flags_of_one_rank_are_said_to_do_nothing(
     assert message in text
 
 
+def test_a_plan_that_one_rank_does_not_use_is_checked_too() -> None:
+    def run() -> None:
+        mesh = create_device_mesh(device_type="cpu")
+        with pytest.raises(ValueError, match=r"tp_plan\['lm_head'\]='colwize' is not a known style"):
+            fsdp2_strategy_parallelize(make_mlp(), mesh, tp_shard_plan={"lm_head": "colwize"})
+
+    run_ranks(run, 1)
+
+
 def test_context_parallel_ranks_share_the_shards_and_the_sequence_of_a_hugging_face_model() -> None:
     def run() -> None:
         ours = create_device_mesh(cp_size=2, device_type="cpu")

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import get_class
 from lightning_fsdp2.modules.stubs import Stub
 
@@ -25,8 +26,8 @@ class ModelSummary(callbacks.ModelSummary):
 
     A module has the name of its own class, without the prefix that ``fully_shard`` adds. The table counts a module's
     parameters and the trainable ones among them, and then those that rank 0 holds after sharding. With pipeline
-    parallelism, it has only the stages of rank 0. The table has no FLOPs, because Lightning's are 0 for a module
-    without ``example_input_array``; the callback ``Throughput`` counts them.
+    parallelism, it has only the stages of rank 0, and its title says which. The table has no FLOPs, because Lightning's
+    are 0 for a module without ``example_input_array``; the callback ``Throughput`` counts them.
 
     Args:
         max_depth: How many levels of modules the table has; 0 prints no table, and -1 prints all levels.
@@ -43,7 +44,8 @@ class ModelSummary(callbacks.ModelSummary):
 
 
 def _build_table(root: LightningModule, max_depth: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False)
+    title = _describe_stages(root)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False)
     table.add_column("Name", footer="total", overflow="fold")
     table.add_column("Type", overflow="fold")
     for name, count in zip(_COUNTS, _count(root), strict=True):
@@ -51,6 +53,15 @@ def _build_table(root: LightningModule, max_depth: int) -> Table:
     for name, module in _get_modules(root, max_depth):
         table.add_row(name, get_class(module).__name__, *_count(module))
     return table
+
+
+def _describe_stages(root: LightningModule) -> str | None:
+    """Return which stages of a pipeline the table is about, or None without pipeline parallelism."""
+    stages = get_optional_stages(root)
+    if stages is None:
+        return None
+    own = " and ".join(str(stage + 1) for stage in stages.own)
+    return f"stage{'s' if stages.own[1:] else ''} {own} of {stages.num_ranks * len(stages.own)}"
 
 
 def _get_modules(root: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:

@@ -9,8 +9,9 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
+from lightning_fsdp2._registry import DTYPES
 from lightning_fsdp2._suggestions import suggest
 from lightning_fsdp2.cli.errors import exit_with_error, wants_traceback
 from lightning_fsdp2.cli.quiet import leave_out_noise
@@ -32,6 +33,8 @@ SUMMARIES = {
 
 READ_CONFIG = ("fit", "validate", "test", "predict", "describe", "plan")
 """Commands that read a config."""
+
+ExportDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 def consolidate(
@@ -60,7 +63,7 @@ def export(
     output: str,
     model: str | None = None,
     tokenizer: str | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: ExportDtype | None = None,
     max_shard_size: int | str = "5GB",
     merge: bool = False,
     pretrained: str | None = None,
@@ -90,8 +93,6 @@ def export(
 COMMANDS: dict[str, Callable[..., None]] = {"consolidate": consolidate, "verify": verify, "export": export}
 
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Short names of dtypes; those of :func:`~lightning_fsdp2.config.dtype_from_str`, which needs torch."""
 
 
 def run_command(command: str, arguments: Sequence[str]) -> NoReturn:
@@ -171,7 +172,7 @@ class _Reader:
 
     def __call__(self, text: str) -> Any:
         number = int(text) if text.isdecimal() else text
-        values = [number, _WORDS.get(text.lower(), text), text, _DTYPES.get(text, text)]
+        values = [number, _WORDS.get(text.lower(), text), text, DTYPES.get(text, text)]
         for value in values:
             if type(value) in self.kinds or value in self.choices:
                 return value

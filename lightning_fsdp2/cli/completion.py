@@ -14,7 +14,7 @@ from lightning_fsdp2.compat.argparse import get_subcommands, list_flags
 
 SHELLS = ("bash", "zsh", "tcsh")
 
-_CLASSES = {
+CLASSES = {
     "--trainer.strategy": ("FSDP2Strategy", "MegatronFSDPStrategy", "DDPStrategy"),
     "--model": ("CausalLM",),
     "--data": ("TextDataModule", "ChatDataModule"),
@@ -54,6 +54,6 @@ def build_completion(parser: argparse.ArgumentParser, shell: str) -> str:
 
 def _list_own_flags() -> Iterable[str]:
     package = import_module("lightning_fsdp2")
-    for flag, classes in _CLASSES.items():
+    for flag, classes in CLASSES.items():
         for name in classes:
             yield from (f"{flag}.{option}" for option in list_options(getattr(package, name)).values())

@@ -3,9 +3,21 @@
 ``--help=all`` shows all options of a command that reads a config, with those of Lightning's Trainer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from textwrap import fill
+from typing import get_args
 
-from lightning_fsdp2.cli.commands import COMMANDS, READ_CONFIG, SUMMARIES
+from lightning_fsdp2._registry import STRATEGIES
+from lightning_fsdp2.cli.commands import COMMANDS, READ_CONFIG, SUMMARIES, ExportDtype
+from lightning_fsdp2.cli.completion import CLASSES, SHELLS
+
+
+def _describe(names: Iterable[str], *others: str) -> str:
+    """Return the lines that follow the name of an option, with what it can be."""
+    *words, last = *names, *others
+    indent = " " * 20
+    return fill(f"{', '.join(words)} or {last}.", width=78, initial_indent=indent, subsequent_indent=indent)
+
 
 _CONFIG = """\
   -c, --config FILE
@@ -19,11 +31,10 @@ _SEED = """\
 _PRINT = """\
   --print_config    Print the config of the run and exit.
 """
-_STRATEGY = """
+_STRATEGY = f"""
 how the model is spread over the ranks:
   --trainer.strategy NAME
-                    fsdp2, fsdp2_offload, megatron_fsdp, lightning_fsdp2_ddp,
-                    a strategy of Lightning, or a class path.
+{_describe(STRATEGIES, "a strategy of Lightning", "a class path")}
   --trainer.strategy.dp_replicate_size N    replicas of the sharded model
   --trainer.strategy.tp_size N              ranks that share each layer
   --trainer.strategy.cp_size N              ranks that share each sequence
@@ -42,12 +53,13 @@ _TRAINING = """\
   --trainer.accumulate_grad_batches N       batches per optimizer step
   --trainer.gradient_clip_val NORM          largest norm of the gradients
 """
-_MODEL_AND_DATA = """
+_MODEL_AND_DATA = f"""
 model and data:
-  --model CLASS     CausalLM, or the path of a LightningModule.
+  --model CLASS
+{_describe(CLASSES["--model"], "the path of a LightningModule")}
   --model.pretrained PATH                   directory or Hub name of weights
-  --data CLASS      TextDataModule, ChatDataModule, or the path of a
-                    LightningDataModule.
+  --data CLASS
+{_describe(CLASSES["--data"], "the path of a LightningDataModule")}
   --data.path PATH                          files to read
   --data.tokenizer PATH                     directory or Hub name of a tokenizer
   --data.sequence_length N                  tokens of a sequence
@@ -150,7 +162,7 @@ arguments:
   OUTPUT            The directory to write.
 
 options:
-  --dtype {{float32,bfloat16,float16}}
+  --dtype {{{",".join(get_args(ExportDtype))}}}
                     Dtype of the weights. Default: that of the checkpoint.
   --merge {{true,false}}
                     Whether to merge a LoRA adapter into the weights of its base
@@ -206,7 +218,7 @@ commands:
 options:
   -h, --help        Show this page; COMMAND --help shows the help of a command.
   --version         Show the version.
-  --print_completion {{bash,zsh,tcsh}}
+  --print_completion {{{",".join(SHELLS)}}}
                     Print a script with which a shell completes commands and
                     options.
 

@@ -1,5 +1,6 @@
 """Messages of jsonargparse and other libraries in one line, with the options and the values that they are about."""
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,13 @@ _CALLABLE = re.compile(
 _REASON = re.compile(r"Expected an? (.*?)(?:\. Got value: (.*?))?(?:\. Got value: Namespace\(.*\))?")
 _NO_SUBCLASS = "Not a valid subclass of "
 _NO_IMPORT = "dot import path string: "
-_NAMES = {"bool": ["true", "false"], "float": ["a number"], "str": ["text"], "dict": ["a mapping"]}
+_NAMES = {
+    "bool": ["true", "false"],
+    "float": ["a number"],
+    "str": ["text"],
+    "dict": ["a mapping"],
+    "Iterable": ["a list"],
+}
 _MOST_CLASSES = 8
 """Number of subclasses up to which they are listed as examples."""
 _MOST_LETTERS = 200
@@ -71,13 +78,15 @@ def summarize(message: str) -> str:
 def name_options(message: str, config: Namespace) -> str:
     """Return the options that a library's message is about, each with its value, to append to the message.
 
-    These are the options whose value is a word of the message, and the options of the Trainer that it names, since it
-    rarely says both.
+    These are the options whose value the message contains, and the options of the Trainer that it names, since it
+    rarely says both. A plain word, such as "full", must be in quotation marks, except for the Trainer's own options:
+    Lightning writes of a "gpu" without them.
     """
     found = []
     for option, value in _walk(config):
         name = option.rpartition(".")[2]
-        is_quoted = isinstance(value, str) and len(value) > 2 and _has_word(message, value)
+        is_trainers = option == f"trainer.{name}"
+        is_quoted = isinstance(value, str) and len(value) > 2 and _quotes(message, value, plainly=is_trainers)
         is_named = option.startswith("trainer.") and value is not None and f"`{name}`" in message
         if is_quoted or is_named:
             found.append(f"{option}={value!r}")
@@ -98,8 +107,12 @@ def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _has_word(text: str, word: str) -> bool:
-    return re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-]|\.\w)", text) is not None
+def _quotes(text: str, value: str, *, plainly: bool) -> bool:
+    """Return whether a text has a value as a word; in quotation marks, if it is a plain word and not ``plainly``."""
+    if value == "auto":  # no choice of the user
+        return False
+    mark = "" if plainly or re.search("[^A-Za-z]|[a-z][A-Z]", value) else "['\"`]"
+    return re.search(rf"(?<![\w.-]){mark}{re.escape(value)}{mark}(?![\w-]|\.\w)", text) is not None
 
 
 def is_about_type(reason: str) -> bool:
@@ -169,15 +182,22 @@ def list_subclasses(message: str) -> set[str]:
 
 
 def _find_classes(text: str) -> list[type]:
-    """Return the imported classes whose paths are in ``text``, other than built-in ones."""
+    """Return the imported classes whose paths are in ``text``, without those of the standard library.
+
+    The standard library's are no classes to choose from, but kinds of values, such as ``Iterable``.
+    """
     paths = [path.rpartition(".") for path in re.findall(r"\b[a-z]\w*(?:\.\w+)*\.[A-Z]\w*", text)]
-    found = [getattr(sys.modules.get(module), name, None) for module, _, name in paths]
+    others = [path for path in paths if path[0].partition(".")[0] not in sys.stdlib_module_names]
+    found = [getattr(sys.modules.get(module), name, None) for module, _, name in others]
     return [kind for kind in dict.fromkeys(found) if isinstance(kind, type)]
 
 
 def _walk_subclasses(kind: type) -> Iterator[type]:
+    """Yield the subclasses in Lightning, in torch and in this package that a config can name."""
     subclasses: list[type] = kind.__subclasses__()
     for subclass in subclasses:
-        if not subclass.__name__.startswith("_") and subclass.__module__.startswith(("lightning", "torch")):
+        # Lightning's DummyLogger stands in for a logger where none may write
+        is_private = subclass.__name__.startswith(("_", "Dummy")) or inspect.isabstract(subclass)
+        if not is_private and subclass.__module__.startswith(("lightning", "torch")):
             yield subclass
         yield from _walk_subclasses(subclass)

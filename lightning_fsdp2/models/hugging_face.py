@@ -1,5 +1,6 @@
 """Functions that build Hugging Face models without weights, so that each rank later reads only its shards."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -270,14 +271,13 @@ def _check_values(config_class: "type[PretrainedConfig]", fields: Mapping[str, A
     from transformers.activations import ACT2FN
 
     standard = {own: name for name, own in config_class.attribute_map.items()}  # GPT-2's n_embd is hidden_size
-    defaults = config_class().to_dict()
     for name, value in fields.items():
         most = _SIZES.get(standard.get(name, name))
         if most is not None and isinstance(value, int) and not 1 <= value <= most:
             raise ValueError(f"CausalLM(config=...): {name}={value} must be at least 1 and at most {most}.")
         if "dropout" in name and isinstance(value, int | float) and not 0 <= value <= 1:
             raise ValueError(f"CausalLM(config=...): {name}={value} is a probability, and must be from 0 to 1.")
-        is_activation = isinstance(value, str) and defaults.get(name) in ACT2FN
+        is_activation = isinstance(value, str) and getattr(config_class, name, None) in ACT2FN
         if is_activation and value not in ACT2FN:
             hint = suggest(value, ACT2FN) or f"; use one of {', '.join(sorted(ACT2FN))}."
             raise ValueError(f"CausalLM(config=...): {name}={value!r} is no activation function of transformers{hint}")
@@ -290,20 +290,29 @@ def _check_values(config_class: "type[PretrainedConfig]", fields: Mapping[str, A
 
 def _check_fields(config: "PretrainedConfig", model_type: str, fields: dict[str, Any]) -> None:
     """Raise an error for unknown fields, which transformers would silently ignore when it builds the model."""
-    from transformers import AutoConfig
-
-    known = AutoConfig.for_model(model_type)
+    config_class = type(config)
+    names = {field.name for field in dataclasses.fields(config_class)}
+    known = _build_optional_config(model_type, {}) or config_class  # Nougat's has no defaults that fit together
     # attention layers may read `head_dim` although the config's class does not declare it, as in Qwen3 MoE
     undeclared = {*(getattr(known, "rope_parameters", None) or {}), "partial_rotary_factor", "head_dim"}
+    undeclared.update(config_class.attribute_map)
     for name in fields:
-        # check `to_dict` first, because `hasattr` raises an error for per-layer fields of Gemma 4
-        if name in known.to_dict() or hasattr(known, name) or name in undeclared:
+        # check `names` first, because `hasattr` raises an error for per-layer fields of Gemma 4
+        if name in names or hasattr(known, name) or name in undeclared:
             continue
-        without = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if key != name})
+        without = _build_optional_config(model_type, {key: value for key, value in fields.items() if key != name})
         # Accept the old name of a renamed field: it changes the field with the new name, while a typo changes nothing.
-        if {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
-            fields_of_class = ", ".join(sorted(known.to_dict()))
-            raise ValueError(
-                f"CausalLM(config=...): {type(known).__name__} has no {name!r}"
-                f"{suggest(name, known.to_dict(), cutoff=0.75) or f'; its fields are {fields_of_class}.'}"
-            )
+        if without and {key: value for key, value in config.to_dict().items() if key != name} == without.to_dict():
+            hint = suggest(name, names, cutoff=0.75) or f"; its fields are {', '.join(sorted(names))}."
+            raise ValueError(f"CausalLM(config=...): {config_class.__name__} has no {name!r}{hint}")
+
+
+def _build_optional_config(model_type: str, fields: dict[str, Any]) -> "PretrainedConfig | None":
+    """Build a config, or return None if its class does not accept it without further fields."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except (StrictDataclassError, ValueError):
+        return None

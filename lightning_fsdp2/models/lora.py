@@ -57,9 +57,10 @@ def build_lora_config(lora: Mapping[str, Any] | str) -> "LoraConfig":
         _check_fields(fields, str(Path(lora) / CONFIG_FILE), notes=_NOTES)
     else:
         fields = {"r": 16, "target_modules": "all-linear", **lora}
-        for name, kind in (("r", int), ("lora_alpha", int), ("lora_dropout", int | float)):
+        for name, kind in (("r", int), ("lora_alpha", int | float), ("lora_dropout", int | float)):
             if not isinstance(fields.get(name, 0), kind) or fields.get(name, 0) < 0:
-                raise ValueError(f"CausalLM(lora={{...}}): {name}={fields[name]!r} must be a number, and at least 0.")
+                number = "a whole number" if kind is int else "a number"
+                raise ValueError(f"CausalLM(lora={{...}}): {name}={fields[name]!r} must be {number}, and at least 0.")
         fields.setdefault("lora_alpha", 2 * fields["r"])
         _check_fields(fields, "CausalLM(lora={...})")
     known = {*_FIELDS, "base_model_name_or_path", "revision"} & {field.name for field in dataclasses.fields(LoraConfig)}

@@ -80,9 +80,8 @@ def parallelize_with_fsdp2(
     check_peft(model)
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
-    check_reshard_after_forward(config.reshard_after_forward, get_shard_size(axes.fsdp))
     policy = resolve_mp_policy(config.mp_policy)
-    _check_experts(structure, axes, config, policy)
+    _check_flags(structure, axes, config, policy)
     fusion = get_optional_fusion(axes.tp, config)
     _warn_of_flags(structure, axes, config, policy)
     device = get_device(device_mesh)
@@ -130,6 +129,13 @@ def _build_split(structure: ModelStructure, pp_mesh: DeviceMesh, config: FSDP2Co
     )
 
 
+def _check_flags(structure: ModelStructure, axes: MeshAxes, config: FSDP2Config, policy: MixedPrecisionPolicy) -> None:
+    """Check flags that depend on the mesh, before the model is changed."""
+    check_reshard_after_forward(config.reshard_after_forward, get_shard_size(axes.fsdp))
+    check_unused_plan(axes.tp, config)
+    _check_experts(structure, axes, config, policy)
+
+
 def _check_experts(
     structure: ModelStructure, axes: MeshAxes, config: FSDP2Config, policy: MixedPrecisionPolicy
 ) -> None:
@@ -159,6 +165,22 @@ def _choose_float8(
     shapes = {} if axes.tp is None else get_shard_shapes(structure, axes.tp.size(), import_plan(config.tp_plan))
     # the cast is safe, because the config has already replaced a bool or a mapping with a Float8Config
     return choose_float8(structure, cast(Float8Config, config.float8), device, shapes)
+
+
+def check_unused_plan(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:
+    """Check the tensor parallel plan if there is only one tensor parallel rank, so that a mistake in it shows early.
+
+    With several ranks, the plan is checked when it is applied.
+
+    Raises:
+        TypeError: When ``tp_plan`` is not a plan.
+        ValueError: When it cannot be imported, or has an unknown style.
+    """
+    if tp_mesh is not None:
+        return
+    plan = import_plan(config.tp_plan)
+    for name, style in plan.items() if isinstance(plan, Mapping) else ():
+        get_style(name, style)
 
 
 def maybe_apply_tensor_parallel(
@@ -276,16 +298,7 @@ def _warn_of_flags(
 
 
 def warn_of_tensor_parallel_flags(tp_mesh: DeviceMesh | None, config: FSDP2Config | MegatronFSDPConfig) -> None:
-    """Log a warning on global rank 0 if tensor parallel flags are set, but there is only one tensor parallel rank.
-
-    Raises:
-        TypeError: When the ``tp_plan``, although it is not used, is not a plan.
-        ValueError: When it cannot be imported, or has an unknown style.
-    """
-    if tp_mesh is None:
-        plan = import_plan(config.tp_plan)
-        for name, style in plan.items() if isinstance(plan, Mapping) else ():
-            get_style(name, style)
+    """Log a warning on global rank 0 if tensor parallel flags are set, but there is only one tensor parallel rank."""
     is_set = config.tp_plan or config.sequence_parallel or config.loss_parallel
     if tp_mesh is None and dist.get_rank() == 0 and is_set:
         logger.warning("tp_plan, sequence_parallel and loss_parallel have no effect with one tensor parallel rank.")

@@ -24,7 +24,7 @@ from lightning_fsdp2.parallel.megatron.wrap import (
     get_unit_classes,
     spread_parameters,
 )
-from lightning_fsdp2.recipes.fsdp2 import maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
+from lightning_fsdp2.recipes.fsdp2 import check_unused_plan, maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_unit_classes
 from lightning_fsdp2.sizes import CONTEXT_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.weights.adapters import check_peft
@@ -60,6 +60,7 @@ def parallelize_with_megatron_fsdp(
     check_no_expert_parallel(device_mesh, "Megatron-FSDP")
     check_no_pipeline_parallel(device_mesh, "Megatron-FSDP")
     tp_mesh = get_optional_mesh(device_mesh, TENSOR_PARALLEL)
+    check_unused_plan(tp_mesh, config)
     warn_of_tensor_parallel_flags(tp_mesh, config)
     paths = config.megatron_fsdp_unit_modules
     unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)

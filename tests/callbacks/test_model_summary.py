@@ -10,16 +10,18 @@ from lightning.pytorch.callbacks import ModelSummary as LightningModelSummary
 from lightning.pytorch.callbacks import RichModelSummary
 from rich import get_console
 
-from lightning_fsdp2 import CausalLM, FSDP2Strategy
+from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.callbacks import ModelSummary
 from lightning_fsdp2.cli import FSDP2CLI
 
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2, "pp_layers_per_stage": [1, 1, 1, 1]}
 
-def show(max_depth: int, **options: Any) -> str:
-    trainer = make_trainer(FSDP2Strategy(), callbacks=[ModelSummary(max_depth)], max_steps=1)
-    module = CausalLM(config={**LLAMA, "tie_word_embeddings": True}, **options)
+
+def show(max_depth: int, strategy: FSDP2Strategy | None = None, **options: Any) -> str:
+    trainer = make_trainer(strategy or FSDP2Strategy(), callbacks=[ModelSummary(max_depth)], max_steps=1)
+    module = CausalLM(**{"config": {**LLAMA, "tie_word_embeddings": True}, **options})
     with get_console().capture() as capture:
-        trainer.fit(module, make_loader(make_token_batches(2)))
+        trainer.fit(module, make_loader(make_token_batches(1) * 2))
     return capture.get()
 
 
@@ -53,6 +55,23 @@ def test_parameters_that_are_not_trained() -> None:
     rows = read(run_ranks(lambda: show(1, lora={"r": 4, "target_modules": ["q_proj"]}), 2)[0])
     hidden = LLAMA["hidden_size"]
     assert rows["total"][2] == str(LLAMA["num_hidden_layers"] * 4 * 2 * hidden)
+
+
+@pytest.mark.parametrize(
+    ("flags", "title", "layers"),
+    [({}, "stage 1 of 2", {"0", "1"}), (INTERLEAVED, "stages 1 and 3 of 4", {"0", "2"})],
+    ids=["1f1b", "interleaved"],
+)
+def test_a_pipeline_rank_says_which_stages_it_counts(flags: dict[str, Any], title: str, layers: set[str]) -> None:
+    config = {**LLAMA, "num_hidden_layers": 4, "tie_word_embeddings": False}
+
+    def run() -> str:
+        return show(4, FSDP2Strategy(pp_size=2, config=FSDP2Config(**flags)), config=config)
+
+    text = run_ranks(run, 2)[0]
+    assert text.splitlines()[0].strip() == title
+    found = {name.rpartition(".")[2] for name in read(text) if name.rpartition(".")[0] == "model.model.layers"}
+    assert found == layers
 
 
 def test_no_depth_prints_no_table() -> None:

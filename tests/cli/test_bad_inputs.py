@@ -19,7 +19,7 @@ from helpers.mistakes import (
     Case,
     change_config,
     chat,
-    check,
+    check_run,
     cut_off,
     data,
     file,
@@ -29,13 +29,11 @@ from helpers.mistakes import (
     model,
     optimizer,
     remove,
-    run_forked,
     run_really,
     strategy,
     text,
     train_first,
     trainer,
-    write_run,
 )
 from helpers.models import GPT2
 
@@ -273,15 +271,11 @@ CASES = {
 )
 @pytest.mark.usefixtures("_trained")
 def test_a_mistake_is_said(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    write_run(tmp_path, case)
-    check(case, run_forked(tmp_path, case.get_arguments(), case.env))
+    check_run(CASES[name], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REAL))
 @pytest.mark.usefixtures("_trained")
 def test_a_mistake_is_said_by_a_real_process(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    write_run(tmp_path, case)
-    check(case, run_really(tmp_path, case.get_arguments(), case.env))
+    check_run(CASES[name], tmp_path, run_really)

@@ -4,13 +4,17 @@ import inspect
 import re
 import sys
 from argparse import ArgumentParser
+from typing import get_args, get_type_hints
 
 import pytest
 
 import lightning_fsdp2
+from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.cli.commands import COMMANDS, READ_CONFIG, SUMMARIES
 from lightning_fsdp2.cli.completion import SHELLS
+from lightning_fsdp2.cli.without_run import CLITrainer
+from lightning_fsdp2.plan import DEVICES
 
 MARKUP = re.compile(r":[a-z:]+:`|`")
 OWN = {
@@ -128,6 +132,15 @@ def test_the_page_of_plan_has_all_its_options(
     flags = {flag for flag in parsers["plan"]._option_string_actions if re.fullmatch(r"--\w+", flag)}
     shown = {*list_options(show(capsys, "plan", "--help"))}
     assert flags - shown == {"--trainer", "--model", "--data", "--seed_everything"}
+
+
+def test_a_page_has_all_the_words_that_an_option_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    page = " ".join(show(capsys, "plan", "--help").split())
+    *others, last = DEVICES
+    assert f"--device NAME {', '.join(others)} or {last}. " in page
+    formats = get_args(get_type_hints(CLITrainer.describe)["format"])
+    assert f"--format {{{','.join(formats)}}} " in show(capsys, "describe", "--help").replace("\n", " ")
+    assert f"NAME {', '.join(STRATEGIES)}, a strategy" in page
 
 
 def test_short_names_of_a_page_are_parsed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,16 +22,14 @@ from helpers.mistakes import (
     Case,
     change_config,
     chat,
-    check,
+    check_run,
     cut_off,
     file,
     flip_byte,
     optimizer,
     remove,
-    run_forked,
     text,
     train_first,
-    write_run,
 )
 
 Row = tuple[str, Any, tuple[str, ...]]
@@ -222,7 +220,7 @@ OPTIONS: list[Row] = [
     (f"{MODEL}.config", ["llama"], ("config=['llama']", "a mapping or text")),
     (f"{MODEL}.lora", True, ("lora=True", "a mapping or text")),
     (f"{MODEL}.lora", {"rank": 4}, ("'rank'", "lora_alpha")),
-    (f"{MODEL}.lora", {"r": "four"}, ("r='four'", "a number")),
+    (f"{MODEL}.lora", {"r": "four"}, ("r='four'", "a whole number")),
     (f"{MODEL}.lora", "./nothing", ("nothing", "adapter_config.json")),
     (f"{MODEL}.lora", {"bias": "some"}, ("lora.bias='some'",)),
     (f"{MODEL}.router_aux_loss_coef", -0.1, ("router_aux_loss_coef=-0.1", "0 or more")),
@@ -403,5 +401,4 @@ def name(case: Case) -> str:
 )
 @pytest.mark.usefixtures("_trained")
 def test_a_mistake_is_said(case: Case, tmp_path: Path) -> None:
-    write_run(tmp_path, case)
-    check(case, run_forked(tmp_path, case.get_arguments(), case.env))
+    check_run(case, tmp_path)

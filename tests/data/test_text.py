@@ -144,6 +144,27 @@ def test_validation_path(build, tmp_path):
     assert len(data.train_dataset) == len(cut(TEXTS, 16))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"validation_fraction": 0},
+            "validation_fraction=0 leaves nothing to validate on; set it, or give a validation_path",
+        ),
+        (
+            {"streaming": True},
+            "streaming=True keeps no rows to validate on; give a validation_path or validation_split",
+        ),
+    ],
+)
+def test_nothing_to_validate_on(build, options, message):
+    data = build(**options)
+    assert data.val_dataloader() == []
+    data.trainer = SimpleNamespace(state=SimpleNamespace(fn="validate"))
+    with pytest.raises(ValueError, match=message):
+        data.val_dataloader()
+
+
 def test_test_path(build, tmp_path):
     (tmp_path / "test.txt").write_text("to test on, only, and no more than that")
     data = build(test_path=str(tmp_path / "test.txt"), batch_size=1)

@@ -283,6 +283,12 @@ def check(case: Case, result: tuple[int | None, str, list[str]]) -> None:
         assert words.lower() in lines[0].lower(), f"not a word of {words!r}:\n{lines[0]}"
 
 
+def check_run(case: Case, folder: Path, run: Callable[..., tuple[int | None, str, list[str]]] = run_forked) -> None:
+    """Write the run with the mistake into ``folder``, start it and check what it says."""
+    write_run(folder, case)
+    check(case, run(folder, case.get_arguments(), case.env))
+
+
 def train_checkpoint(folder: Path) -> None:
     """Train two steps in ``folder``, for the cases that begin with a checkpoint."""
     callback = optimizer(

@@ -142,6 +142,19 @@ def make_loader(batches: Sequence[Batch]) -> DataLoader[Batch]:
     return DataLoader(list(batches[dist.get_rank() :: dist.get_world_size()]), batch_size=None)
 
 
+def make_mixed_batch() -> dict[str, Any]:
+    """Return a batch with values of every kind that batches are compared by."""
+    return {
+        "input_ids": torch.arange(6).reshape(2, 3),
+        "pixels": torch.linspace(-1, 1, 4, dtype=torch.bfloat16),
+        "empty": torch.empty(0),
+        "mask": torch.tensor([True, False]),
+        "scalar": torch.tensor(1.5),
+        "texts": ["one", "two"],
+        "nested": [{"a": (1, 2.5, None)}],
+    }
+
+
 def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
     """Return a Trainer of all ranks, or with "auto" of this one, that takes two steps and writes and shows nothing."""
     defaults = {

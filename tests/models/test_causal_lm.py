@@ -25,7 +25,13 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_flash_attention_utils
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    masking_utils,
+    modeling_flash_attention_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -33,6 +39,7 @@ import lightning_fsdp2
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
 from lightning_fsdp2.compat import torch as torch_compat
 from lightning_fsdp2.models import causal_lm
+from lightning_fsdp2.models.hugging_face import build_config
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.loss import chunked as chunked_loss
@@ -514,3 +521,19 @@ def test_an_unknown_field_of_the_config_is_refused_by_name() -> None:
         {"model_type": "qwen3_moe", "head_dim": 64},  # which its attention reads, and its class does not declare
     ):
         CausalLM(config=fields)
+
+
+@pytest.mark.skipif("gemma4_assistant" not in CONFIG_MAPPING, reason="this transformers has no such model")
+def test_fields_are_checked_although_a_config_has_no_defaults_that_fit_together() -> None:
+    fields = {
+        "model_type": "gemma4_assistant",
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 30,
+        },
+    }
+    assert build_config(fields).text_config.hidden_size_per_layer_input == 0
+    with pytest.raises(ValueError, match=r"Gemma4AssistantConfig has no 'backbone_hiden_size'; did you mean 'backbone"):
+        build_config({**fields, "backbone_hiden_size": 8})

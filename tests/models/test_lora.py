@@ -352,6 +352,7 @@ def test_defaults_and_what_a_checkpoint_keeps() -> None:
     config = build_lora_config({})
     assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
     assert build_lora_config({"r": 4}).lora_alpha == 8
+    assert build_lora_config({"r": 4, "lora_alpha": 8.0}).lora_alpha == 8
     fields = {"r": 3, "lora_alpha": 5, "target_modules": ["k_proj", "q_proj"], "bias": "all", "lora_dropout": 0.1}
     assert to_mapping(build_lora_config(fields)) == fields
 
@@ -368,6 +369,8 @@ def test_defaults_and_what_a_checkpoint_keeps() -> None:
             r"target_modules has 'q_porj', which LlamaForCausalLM lacks; did you mean 'q_p",
         ),
         ({"target_modules": "none_such"}, r"none_such"),
+        ({"r": 4.0}, r"r=4.0 must be a whole number, and at least 0\.$"),
+        ({"lora_alpha": "8"}, r"lora_alpha='8' must be a number, and at least 0\.$"),
         ({"r": 0}, r"`r` should be a positive integer"),
     ],
 )

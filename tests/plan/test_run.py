@@ -126,6 +126,7 @@ def test_a_device_without_units_for_float8_is_refused() -> None:
         plan(FSDP2Strategy(config=FSDP2Config(float8=True)), device="a100")
 
 
+@pytest.mark.slow
 def test_emulated_float8_is_planned_on_any_device_and_called_so() -> None:
     config = FSDP2Config(float8=Float8Config(emulate=True))
     note = next(note for note in plan(FSDP2Strategy(config=config), device="a100").notes if "float8" in note)
@@ -246,6 +247,8 @@ def test_shapes_of_batches_in_containers() -> None:
     batch = {"of": {"inputs": torch.zeros(8, 256)}, "targets": torch.zeros(8, 256)}
     planned = plan(batch=batch, module=Nested(), trainer={"precision": "32-true"})
     assert planned.batch.shapes == {"of.inputs": (8, 256), "targets": (8, 256)}
+    assert planned.batch.tokens is None
+    assert planned.get_utilisation(planned.at_least) is None
 
 
 @pytest.mark.slow
@@ -296,6 +299,7 @@ class Regressor(UserModule):
         return (inputs - targets).square().mean()
 
 
+@pytest.mark.slow
 def test_any_module() -> None:
     planned = plan(
         batch=(torch.zeros(8, 256), torch.zeros(8, 256)), module=Regressor(), trainer={"precision": "32-true"}

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.models import LLAMA, PlainTransformer, make_causal_lm
 from helpers.ranks import run_ranks
+from helpers.user_modules import make_mixed_batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, DistributedSampler
@@ -16,19 +17,6 @@ from transformers import BatchEncoding
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.ranks.same_batches import check_first_batch, check_same_batch, get_batch_fingerprint
-
-
-def make_batch() -> dict[str, Any]:
-    return {
-        "input_ids": torch.arange(6).reshape(2, 3),
-        "pixels": torch.linspace(-1, 1, 4, dtype=torch.bfloat16),
-        "empty": torch.empty(0),
-        "mask": torch.tensor([True, False]),
-        "scalar": torch.tensor(1.5),
-        "texts": ["one", "two"],
-        "nested": [{"a": (1, 2.5, None)}],
-    }
-
 
 CHANGES: dict[str, dict[str, Any]] = {
     "value": {"input_ids": torch.tensor([[0, 1, 2], [3, 4, 6]])},
@@ -48,17 +36,17 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def test_fingerprints_are_equal_for_equal_batches_only() -> None:
-    fingerprints = {"unchanged": get_batch_fingerprint(make_batch())}
-    assert get_batch_fingerprint(make_batch()) == fingerprints["unchanged"]
-    not_contiguous = {**make_batch(), "input_ids": torch.arange(6).reshape(2, 3).T.contiguous().T}
+    fingerprints = {"unchanged": get_batch_fingerprint(make_mixed_batch())}
+    assert get_batch_fingerprint(make_mixed_batch()) == fingerprints["unchanged"]
+    not_contiguous = {**make_mixed_batch(), "input_ids": torch.arange(6).reshape(2, 3).T.contiguous().T}
     assert get_batch_fingerprint(not_contiguous) == fingerprints["unchanged"]
     for name, change in CHANGES.items():
-        fingerprints[name] = get_batch_fingerprint({**make_batch(), **change})
+        fingerprints[name] = get_batch_fingerprint({**make_mixed_batch(), **change})
     fingerprints["one list for two"] = get_batch_fingerprint([[1, 2], 3])
     fingerprints["two lists for one"] = get_batch_fingerprint([[1], [2, 3]])
     fingerprints["text for a number"] = get_batch_fingerprint({"1": 0})
     fingerprints["number for a text"] = get_batch_fingerprint({1: 0})
-    renamed = {("inputs" if key == "input_ids" else key): value for key, value in make_batch().items()}
+    renamed = {("inputs" if key == "input_ids" else key): value for key, value in make_mixed_batch().items()}
     fingerprints["key"] = get_batch_fingerprint(renamed)
     assert len(set(fingerprints.values())) == len(fingerprints)
 

@@ -94,7 +94,6 @@ def get_error(record: Record, exact: Record) -> float:
 
 MODES = (False, "full", "selective")
 FAST = [
-    ("dp2", "tensorwise", False),
     ("dp2 x tp2+sp", "rowwise", "selective"),
     ("tp2", "rowwise_with_gw_hp", "full"),
     ("pp2", "rowwise_with_gw_hp", False),

@@ -65,7 +65,6 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral")
 """Grouped queries; a tied head; a tied head and sliding windows; learned positions; experts."""
 
 FAST = [
-    ("pp2", "gpt2", "1f1b", 3),
     ("pp4", "llama", "1f1b", 1),
     ("pp2 x tp2+sp", "llama", "1f1b", 1),
     ("pp2 x ep2", "mixtral", "1f1b", 1),

@@ -191,7 +191,7 @@ class Listing(pl.Callback):
         checkpoint["kept"] = {"weights": [weight.detach() for weight in module.parameters()]}
 
 
-@pytest.mark.parametrize("checkpoint_format", ["sharded", "full"])
+@pytest.mark.parametrize("checkpoint_format", [pytest.param("sharded", marks=pytest.mark.slow), "full"])
 def test_a_list_of_sharded_tensors_is_refused_instead_of_losing_those_of_a_stage(
     tmp_path: Path, checkpoint_format: Any
 ) -> None:

@@ -57,7 +57,12 @@ def fit(module: pl.LightningModule, *, steps: int = 3, validates: bool = False, 
 
 
 @pytest.mark.parametrize(
-    ("pp_size", "flags"), [(2, {}), (1, {"autocast_dtype": torch.bfloat16}), (2, {"autocast_dtype": torch.bfloat16})]
+    ("pp_size", "flags"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (1, {"autocast_dtype": torch.bfloat16}),
+        (2, {"autocast_dtype": torch.bfloat16}),
+    ],
 )
 def test_steps_need_not_take_the_index_of_the_batch(pp_size: int, flags: dict[str, Any]) -> None:
     def run() -> float:

@@ -41,7 +41,7 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss, 1
 
 
-@pytest.mark.parametrize("loss", [z_loss, own_loss])
+@pytest.mark.parametrize("loss", [z_loss, pytest.param(own_loss, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}, pytest.param({"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow)])
 def test_losses_of_ones_own_train_as_in_one_process(loss: Callable[..., Any], sizes: dict[str, int]) -> None:
     def run() -> None:
@@ -473,7 +473,12 @@ class Counts(CausalLM):
         ({"pp_size": 2}, {"pp_microbatches": 8}, [2, 1]),
         pytest.param({"pp_size": 4}, {"pp_microbatches": 8}, [4, 3, 2, 1], marks=pytest.mark.slow),
         pytest.param({"pp_size": 2}, {"pp_microbatches": 8, "pp_schedule": "gpipe"}, [8, 8], marks=pytest.mark.slow),
-        ({"pp_size": 2, "tp_size": 2}, {"pp_microbatches": 4, "sequence_parallel": True}, [2, 1]),
+        pytest.param(
+            {"pp_size": 2, "tp_size": 2},
+            {"pp_microbatches": 4, "sequence_parallel": True},
+            [2, 1],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_each_stage_runs_every_micro_batch_and_sends_only_hidden_states(
@@ -694,7 +699,7 @@ class TrainsLater(Module):
         return torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)])
 def test_a_frozen_first_stage_leaves_the_gradients_of_the_others(schedule: Any) -> None:
     batches = make_token_batches(2, size=4)
 

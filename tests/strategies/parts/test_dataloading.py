@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import user_modules
 from helpers.ranks import run_ranks
-from helpers.user_modules import UserModule
+from helpers.user_modules import UserModule, make_mixed_batch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -495,31 +495,19 @@ def test_lightning_finds_the_state_of_a_ragged_loader(kind: type[PositionLoader]
 # ---------------------------------------------------------------------- the same batch within a replica
 
 
-def make_batch() -> dict[str, Any]:
-    return {
-        "input_ids": torch.arange(6).reshape(2, 3),
-        "pixels": torch.linspace(-1, 1, 4, dtype=torch.bfloat16),
-        "empty": torch.empty(0),
-        "mask": torch.tensor([True, False]),
-        "scalar": torch.tensor(1.5),
-        "texts": ["one", "two"],
-        "nested": [{"a": (1, 2.5, None)}],
-    }
-
-
 def test_different_batches_within_a_replica_are_an_error_on_every_rank() -> None:
     def run() -> None:
         different = {"x": torch.tensor(dist.get_rank() == 1)}  # in the first of two replicas
         strategy = make_stub({"tp_size": 2})
         strategy.parallel_devices = [torch.device("cpu")]
-        strategy.batches.check_same(make_batch(), "train", 0)
+        strategy.batches.check_same(make_mixed_batch(), "train", 0)
         strategy.batches.check_same(different, "train", 0)  # only the first one is compared
         with pytest.raises(ValueError, match=r"different first batches from train_dataloader 1.*data_parallel_rank"):
             strategy.batches.check_same(different, "train", 1)
         for name in ("val", "predict"):
-            strategy.batches.check_same(make_batch(), name, 1)
+            strategy.batches.check_same(make_mixed_batch(), name, 1)
             with pytest.raises(ValueError, match=f"from {name}_dataloader 0"):
-                strategy.batches.check_same([make_batch(), different], name, 0)
+                strategy.batches.check_same([make_mixed_batch(), different], name, 0)
 
     run_ranks(run, 4)
 
