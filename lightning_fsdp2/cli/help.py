@@ -118,6 +118,14 @@ a device that differs from others of its kind:
   --attention_tflops N                      of attention's forward in bfloat16
 """
 
+_PLAN_EXAMPLES = """
+examples:
+  lightning-fsdp2 plan --config run.yaml --world_size 64 --search best.yaml
+  lightning-fsdp2 plan --world_size 64 --trainer.strategy fsdp2 \\
+      --trainer.precision bf16-mixed --model CausalLM --model.pretrained MODEL \\
+      --data TextDataModule --data.sequence_length 8192 --data.batch_size 1
+"""
+
 _VERIFY_OPTION = """\
   --verify {true,false}
                     Whether to compare what is read with its checksums.
@@ -189,7 +197,7 @@ _OPTIONS = {
     "test": _CONFIG + _EVALUATED + _VERBOSE + _SEED + _PRINT + _EVALUATION,
     "predict": _CONFIG + _EVALUATED + _SEED + _PRINT + _EVALUATION,
     "describe": _CONFIG + _DESCRIBE + _PRINT + _STRATEGY + _MODEL_AND_DATA + _MORE,
-    "plan": _CONFIG + _PLAN + _PRINT + _DEVICE + _STRATEGY + _MORE,
+    "plan": _CONFIG + _PLAN + _PRINT + _DEVICE + _STRATEGY + _MORE + _PLAN_EXAMPLES,
     "quickstart": _RESUME + _PRINT + _TRAINED + _MORE,
 }
 USAGE = "lightning-fsdp2 COMMAND [--OPTION VALUE ...]"
