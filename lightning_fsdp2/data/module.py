@@ -368,9 +368,8 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Return this rank's validation batches (the same number on each rank), or an empty list without validation."""
         if self.validation_dataset is None:
             if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
-                reason = "streaming=True keeps no rows" if self.streaming else "validation_fraction=0 leaves nothing"
-                others = "" if self.streaming else "set it, or "
-                raise ValueError(f"{reason} to validate on; {others}give a validation_path or validation_split.")
+                none = "streaming=True keeps no rows" if self.streaming else "validation_fraction=0 leaves nothing"
+                raise ValueError(f"{none} to validate on; give a validation_path or validation_split.")
             return []
         return self._build_evaluation_dataloader(self.validation_dataset)
 

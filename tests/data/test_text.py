@@ -149,7 +149,7 @@ def test_validation_path(build, tmp_path):
     [
         (
             {"validation_fraction": 0},
-            "validation_fraction=0 leaves nothing to validate on; set it, or give a validation_path",
+            "validation_fraction=0 leaves nothing to validate on; give a validation_path",
         ),
         (
             {"streaming": True},
