@@ -56,6 +56,7 @@ def run_in_processes(
     finally:
         for _, process in running.values():
             process.kill()
+            process.join()
 
 
 def add_up_progress(on_progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
