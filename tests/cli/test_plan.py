@@ -100,8 +100,12 @@ def test_a_plan_is_printed_before_changes_are_planned_which_are_printed_as_optio
     )
     [change] = json.loads(numbers.read_text())["changes"]
     assert change["verdict"] == "does not fit"
-    monkeypatch.undo()
-    changed = json.loads(run(config, "--world_size=8", *options.split(), "--json=-"))
+    picture = tmp_path / "plan.svg"
+    changed = json.loads(
+        run(config, "--world_size=8", "--memory=0.04", *options.split(), "--json=-", f"--plot={picture}")
+    )
+    assert picture.exists()
+    assert len(changed["changes"]) == 1
     assert (changed["batch"]["accumulation"], changed["batch"]["shapes"]["labels"]) == (2, [1, LENGTH])
 
 
