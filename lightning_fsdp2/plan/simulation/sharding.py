@@ -27,7 +27,7 @@ from lightning_fsdp2.parallel.layers.float8_conversion import Conversion, get_op
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
 from lightning_fsdp2.plan.workers import run_in_processes
-from lightning_fsdp2.recipes.fsdp2 import maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
+from lightning_fsdp2.recipes.fsdp2 import check_unused_plan, maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_class_from_path
 from lightning_fsdp2.sizes import DP_REPLICATE, EFSDP, EXPERT_PARALLEL, PIPELINE_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
@@ -211,6 +211,7 @@ def _shard(manager: Any, module: nn.Module, mesh: DeviceMesh) -> None:
             " shards only gradients or optimizer states, in buffers that need CUDA. Use 0 or 3 here."
         )
     structure, tp_mesh = find_structure(module), get_optional_mesh(mesh, TENSOR_PARALLEL)
+    check_unused_plan(tp_mesh, config)
     warn_of_tensor_parallel_flags(tp_mesh, config)
     classes = _get_unit_classes(structure, config)
     check_unit_classes(module, classes, zero_dp_strategy=config.zero_dp_strategy)
