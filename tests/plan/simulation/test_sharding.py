@@ -113,6 +113,7 @@ def test_an_8b_model_on_512_ranks() -> None:
     }
     reducing = FSDP2Strategy(config=FSDP2Config(defer_fsdp_grad_sync=False))
     assert run_describe(reducing, 8).totals["accumulated_gradient_bytes"] == 0
+    assert run_describe(FSDP2Strategy(), 1, Mixture).totals["accumulated_gradient_bytes"] == 0  # reduces each time
     assert description.precision == {
         "weights": "float32",
         "gathered": "bfloat16",
