@@ -119,7 +119,8 @@ def suggest_path(path: Path) -> str:
     """Return ``; did you mean 'PATH'?`` with what is called nearly like ``path`` in its folder, or an empty string."""
     if not path.parent.is_dir() or not os.access(path.parent, os.R_OK):
         return ""
-    names = [other.name for other in path.parent.iterdir() if not other.name.startswith(".")]
+    names = {other.name for other in path.parent.iterdir() if not other.name.startswith(".")}
+    names.discard(path.name)  # a link whose target is gone
     nearest = get_close_matches(path.name, names, n=1)
     return f"; did you mean {str(path.with_name(nearest[0]))!r}?" if nearest else ""
 

@@ -2,13 +2,14 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp2 import DDPConfig, DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPStrategy
-from lightning_fsdp2._suggestions import _ELSEWHERE, find_nearest, list_options, suggest
+from lightning_fsdp2._suggestions import _ELSEWHERE, find_nearest, list_options, suggest, suggest_path
 
 OWN = {name.rpartition(".")[2] for name in list_options(FSDP2Strategy).values()}
 
@@ -71,3 +72,11 @@ def test_classes_look_as_before() -> None:
     parser = ArgumentParser()
     parser.add_class_arguments(FSDP2Config, "config")
     assert parser.parse_args(["--config.sequence_parallel=true"]).config.sequence_parallel is True
+
+
+def test_a_link_whose_target_is_gone_is_not_suggested_for_itself(tmp_path: Path) -> None:
+    link = tmp_path / "last.ckpt"
+    link.symlink_to("step=10.ckpt")
+    assert suggest_path(link) == ""
+    (tmp_path / "last-v1.ckpt").touch()
+    assert suggest_path(link) == f"; did you mean '{tmp_path}/last-v1.ckpt'?"

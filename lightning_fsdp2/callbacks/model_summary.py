@@ -60,8 +60,8 @@ def _describe_stages(root: LightningModule) -> str | None:
     stages = get_optional_stages(root)
     if stages is None:
         return None
-    own = " and ".join(str(stage + 1) for stage in stages.own)
-    return f"stage{'s' if stages.own[1:] else ''} {own} of {stages.num_ranks * len(stages.own)}"
+    own, last = " and ".join(map(str, stages.own)), stages.num_ranks * len(stages.own) - 1
+    return f"stage{'s' if stages.own[1:] else ''} {own} of the stages 0 to {last}"
 
 
 def _get_modules(root: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:

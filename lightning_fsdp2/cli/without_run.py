@@ -167,10 +167,12 @@ def _plan(
         return
     with show_progress("planning changes that would help") as on_progress:
         plan = replace(plan, changes=planner.find_changes(plan, on_progress))
+    if json == "-":
+        _write_plan(plan, json=json, plot=plot)
+        return
+    write_changes(plan.changes, sys.stdout)
     if json is not None:
         write_json(plan, json)
-    if json != "-":
-        write_changes(plan.changes, sys.stdout)
 
 
 def _search(

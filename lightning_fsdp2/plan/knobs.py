@@ -143,7 +143,7 @@ def merge(before: Knobs, first: Knobs, second: Knobs) -> Knobs | None:
         return None
     flags = {name: getattr(second.config, name) for name in others if hasattr(second.config, name)}
     values = {name: value for name, value in others.items() if name not in flags}
-    dp = second.dp if second.dp != before.dp else first.dp
+    dp = first.dp * second.dp // before.dp  # each may have exchanged data parallel ranks for another axis
     with suppress(ValueError):  # raised by the config if the flags cannot be combined
         return replace(first, dp=dp, **values).with_flags(**flags)
     return None

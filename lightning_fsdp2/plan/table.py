@@ -40,12 +40,14 @@ def write_plan(plan: Plan, file: TextIO) -> None:
             console.print(f"at {plan.uneven.load} times the load: {verdict}")
         for note in plan.notes:
             console.print(f"\n{note}")
-    write_changes(plan.changes, file)
+    if plan.changes:
+        write_changes(plan.changes, file)
 
 
 def write_changes(changes: Sequence[Change], file: TextIO) -> None:
     """Write the changes that would help a run to fit, and the options of the command line that make them."""
     if not changes:
+        file.write("\nNo change was found with which the run needs less memory.\n")
         return
     table = build_table("")
     table.add_column("What would help most", overflow="fold")

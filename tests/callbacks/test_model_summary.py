@@ -59,7 +59,10 @@ def test_parameters_that_are_not_trained() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "title", "layers"),
-    [({}, "stage 1 of 2", {"0", "1"}), (INTERLEAVED, "stages 1 and 3 of 4", {"0", "2"})],
+    [
+        ({}, "stage 0 of the stages 0 to 1", {"0", "1"}),
+        (INTERLEAVED, "stages 0 and 2 of the stages 0 to 3", {"0", "2"}),
+    ],
     ids=["1f1b", "interleaved"],
 )
 def test_a_pipeline_rank_says_which_stages_it_counts(flags: dict[str, Any], title: str, layers: set[str]) -> None:

@@ -16,6 +16,7 @@ from lightning_fsdp2.cli import FSDP2CLI
 from lightning_fsdp2.plan import Plan
 from lightning_fsdp2.plan.result import Change
 from lightning_fsdp2.plan.sharding_table import TIMES
+from lightning_fsdp2.plan.table import write_changes
 
 
 def write_yaml(folder: Path, **data: Any) -> str:
@@ -100,9 +101,19 @@ def test_a_plan_is_printed_before_changes_are_planned_which_are_printed_as_optio
     )
     [change] = json.loads(numbers.read_text())["changes"]
     assert change["verdict"] == "does not fit"
-    monkeypatch.undo()
-    changed = json.loads(run(config, "--world_size=8", *options.split(), "--json=-"))
+    picture = tmp_path / "plan.svg"
+    changed = json.loads(
+        run(config, "--world_size=8", "--memory=0.04", *options.split(), "--json=-", f"--plot={picture}")
+    )
+    assert picture.exists()
+    assert len(changed["changes"]) == 1
     assert (changed["batch"]["accumulation"], changed["batch"]["shapes"]["labels"]) == (2, [1, LENGTH])
+
+
+def test_where_nothing_helps_the_plan_says_so() -> None:
+    text = io.StringIO()
+    write_changes([], text)
+    assert text.getvalue() == "\nNo change was found with which the run needs less memory.\n"
 
 
 def test_numbers_alone(tmp_path: Path) -> None:

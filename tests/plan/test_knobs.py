@@ -61,6 +61,16 @@ def test_changes_are_combined_unless_they_conflict() -> None:
     assert _combine(before, [split, replace(before, dp=2, cp=2, accumulation=8), reduced]) == [both]
 
 
+def test_changes_of_several_parallel_sizes_keep_the_ranks_and_the_samples() -> None:
+    before = read(FSDP2Config())
+    split = replace(before, dp=2, tp=2, accumulation=2)
+    staged = replace(before, dp=2, pp=2).divide(2, rows=before.batch_size)
+    both = merge(before, split, staged)
+    assert both is not None
+    assert (both.dp, both.tp, both.pp) == (1, 2, 2)
+    assert both.samples == before.samples
+
+
 def test_reducing_each_micro_batch_is_a_remedy_where_there_are_several() -> None:
     knobs = read(FSDP2Config())
     for accumulation, is_remedy in ((1, False), (4, True)):

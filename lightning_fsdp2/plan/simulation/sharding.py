@@ -254,7 +254,8 @@ def _describe_units(
     for name, parameter in module.named_parameters():
         parameters[_get_unit(name, module, unit_of)].append((name, parameter))
     inner = {unit for outer in units for unit in outer.inner}
-    accumulates_whole = isinstance(config, FSDP2Config) and config.defer_fsdp_grad_sync
+    is_single = math.prod(_get_sizes(mesh).values()) == 1  # a single rank reduces after every micro-batch
+    accumulates_whole = isinstance(config, FSDP2Config) and config.defer_fsdp_grad_sync and not is_single
     descriptions = []
     for unit in (unit for unit in units if parameters[unit]):
         described = [_describe_parameter(name, parameter, mesh) for name, parameter in parameters[unit]]

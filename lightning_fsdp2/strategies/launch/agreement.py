@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -74,7 +75,7 @@ def check_same_run(trainer: "Trainer", hosts: Sequence[str], group: dist.Process
 
 
 def check_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Refuse a folder for checkpoints that rank 0 cannot write to, or that not all hosts share.
+    """Refuse a folder of a ``ModelCheckpoint`` that rank 0 cannot write to, or that not all hosts share.
 
     Every rank must call this.
 
@@ -90,8 +91,8 @@ def check_folders(trainer: "Trainer", hosts: Sequence[str], group: dist.ProcessG
     if cast(Any, trainer).fast_dev_run:  # it saves no checkpoint
         return
     patience = min(_TIME_TO_APPEAR, cast(Any, trainer.strategy).group_timeout / 2)
-    dirpaths = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    for folder in map(get_path, filter(None, dirpaths)):
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for folder in (get_path(callback.dirpath) for callback in callbacks if callback.dirpath):
         on_first_rank(partial(check_folder, folder), group)
         if trainer.num_nodes > 1 and is_local(folder):
             _check_shared(folder, hosts, group, patience)

@@ -113,6 +113,7 @@ def test_an_8b_model_on_512_ranks() -> None:
     }
     reducing = FSDP2Strategy(config=FSDP2Config(defer_fsdp_grad_sync=False))
     assert run_describe(reducing, 8).totals["accumulated_gradient_bytes"] == 0
+    assert run_describe(FSDP2Strategy(), 1, Mixture).totals["accumulated_gradient_bytes"] == 0  # reduces each time
     assert description.precision == {
         "weights": "float32",
         "gathered": "bfloat16",
@@ -204,6 +205,12 @@ def test_megatron_fsdp_steps_float32_weights() -> None:
     assert description.totals["weight_bytes"] == 4 * PARAMETERS_8B // 8
     assert len(description.units) == 33
     assert "buffers on CUDA" in description.notes[0]
+
+
+def test_a_mistake_in_an_unused_plan_is_refused_as_in_a_fit() -> None:
+    for strategy, config in ((FSDP2Strategy, FSDP2Config), (MegatronFSDPStrategy, MegatronFSDPConfig)):
+        with pytest.raises(RankError, match="colwize"):
+            run_describe(strategy(config=config(tp_plan={"layers.0": "colwize"})), 2, Mixture)
 
 
 @pytest.mark.parametrize(("ranks", "zero_dp_strategy"), [(2, 3), (4, 3), (4, 0)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers.ranks import run_ranks
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.cli import main
@@ -218,6 +218,19 @@ def test_a_folder_that_takes_no_checkpoints_is_refused_on_every_rank(tmp_path: P
         f" '{tmp_path}/notes.txt' is a file. Choose another folder (ModelCheckpoint(dirpath=...),"
         " Trainer(default_root_dir=...))."
     }
+
+
+class OwnCheckpoint(Checkpoint):
+    """Callback of a user, of which only the first rank knows a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        if int(os.environ["RANK"]) == 0:
+            self.dirpath = str(folder)
+
+
+def test_only_folders_of_model_checkpoints_are_tested(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_ranks(lambda: fit(callbacks=[OwnCheckpoint(tmp_path / "file")], enable_checkpointing=True), 2)
 
 
 def test_a_run_without_checkpoints_needs_no_folder(tmp_path: Path) -> None:
