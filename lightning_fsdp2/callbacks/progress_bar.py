@@ -88,7 +88,7 @@ class TrainingProgressBar(RichProgressBar):
     def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_due = self._is_due
         super()._update_metrics(trainer, pl_module)
-        if is_due and self.is_enabled and self._shown and not self._has_terminal():
+        if is_due and self.is_enabled and self._shown and not trainer.sanity_checking and not self._has_terminal():
             line = f"Epoch {trainer.current_epoch}, {_describe_step(trainer)}: {_format_metrics(self._shown)}"
             if line != self._line:  # the end of an epoch may have nothing new
                 rank_zero_info(line)

@@ -11,7 +11,7 @@ from lightning_fsdp2.plan.pipeline import Pipeline
 from lightning_fsdp2.plan.rank import PlannedRank, Run
 from lightning_fsdp2.plan.result import RankPlan, add_waiting
 from lightning_fsdp2.plan.simulation.stages import Boundary
-from lightning_fsdp2.plan.workers import run_in_processes
+from lightning_fsdp2.plan.simulation.workers import run_in_processes
 
 
 def plan_ranks(

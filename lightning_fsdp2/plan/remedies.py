@@ -12,7 +12,7 @@ from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.result import Change, Plan
 from lightning_fsdp2.plan.search import Candidate, simulate_all, weigh
 from lightning_fsdp2.plan.simulation.blocks import Summary
-from lightning_fsdp2.plan.workers import add_up_progress
+from lightning_fsdp2.plan.simulation.workers import add_up_progress
 
 _SUGGESTIONS = 3
 

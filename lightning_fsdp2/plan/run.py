@@ -23,8 +23,8 @@ from lightning_fsdp2.plan.remedies import find_changes
 from lightning_fsdp2.plan.result import Batch, Change, Plan
 from lightning_fsdp2.plan.search import Search, search
 from lightning_fsdp2.plan.simulation.step import check_strategy
+from lightning_fsdp2.plan.simulation.workers import run_in_processes
 from lightning_fsdp2.plan.timing.devices import Device, get_device
-from lightning_fsdp2.plan.workers import run_in_processes
 from lightning_fsdp2.strategies import FSDP2Strategy
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from lightning_fsdp2.plan.result import Verdict, get_verdict
 from lightning_fsdp2.plan.simulation.blocks import Summary, extrapolate
 from lightning_fsdp2.plan.simulation.recorder import Operation
 from lightning_fsdp2.plan.simulation.reserved import Reserved
+from lightning_fsdp2.plan.simulation.workers import add_up_progress, get_result_or_refusal, run_in_processes
 from lightning_fsdp2.plan.timing.devices import Device
 from lightning_fsdp2.plan.timing.roofline import get_seconds, get_step_time
-from lightning_fsdp2.plan.workers import add_up_progress, get_result_or_refusal, run_in_processes
 
 _LARGEST_MICRO_BATCH = 16
 _LARGEST_PIPELINE = 16

@@ -102,7 +102,8 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
     }.items():
         table.add_row(Text(name, style="bold"), value)
     if accumulated:
-        table.add_row("", f"if the run accumulates, whole gradients between micro-batches {format_bytes(accumulated)}")
+        condition = "" if is_pipeline else "if the run accumulates, "
+        table.add_row("", f"{condition}whole gradients between micro-batches {format_bytes(accumulated)}")
         table.add_row("", "(defer_fsdp_grad_sync=False shards them after each)")
     return table
 

@@ -67,7 +67,10 @@ def write_changes(changes: Sequence[Change], file: TextIO) -> None:
     with open_console(file) as console:
         console.print("", table, "\nAs options:")
         for number, change in enumerate(changes, start=1):
-            console.print(f"{number}. {' '.join(_list_options(change.config))}", soft_wrap=True)
+            # the batch size of the user's own data module has a name that only the user knows
+            is_missing = "batch_size=" in change.name and "data" not in change.config
+            data = ", and the batch size of the data module" if is_missing else ""
+            console.print(f"{number}. {' '.join(_list_options(change.config))}{data}", soft_wrap=True)
 
 
 def _list_options(config: dict[str, Any], prefix: str = "--") -> Iterator[str]:

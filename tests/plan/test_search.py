@@ -18,8 +18,8 @@ from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.search import _get_next, _weigh_pipeline, list_layouts, simulate_all
 from lightning_fsdp2.plan.simulation.blocks import Summary
 from lightning_fsdp2.plan.simulation.reserved import Reserved
+from lightning_fsdp2.plan.simulation.workers import add_up_progress, run_in_processes
 from lightning_fsdp2.plan.table import write_search
-from lightning_fsdp2.plan.workers import add_up_progress, run_in_processes
 
 MEMORY = 2.1
 """GiB, of which what CUDA and NCCL take leaves some layouts of the small model too little."""

@@ -26,7 +26,7 @@ from lightning_fsdp2.parallel.data.units import Unit, build_unit_plan
 from lightning_fsdp2.parallel.layers.float8_conversion import Conversion, get_optional_conversion
 from lightning_fsdp2.parallel.megatron.wrap import check_unit_classes, get_unit_classes, spread_parameters
 from lightning_fsdp2.plan.simulation.model import build_model
-from lightning_fsdp2.plan.workers import run_in_processes
+from lightning_fsdp2.plan.simulation.workers import run_in_processes
 from lightning_fsdp2.recipes.fsdp2 import check_unused_plan, maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_class_from_path
 from lightning_fsdp2.sizes import DP_REPLICATE, EFSDP, EXPERT_PARALLEL, PIPELINE_PARALLEL, TENSOR_PARALLEL

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_fsdp2 import FSDP2Config
 from lightning_fsdp2._refusals import has_mistake
-from lightning_fsdp2.plan.workers import add_up_progress, run_in_processes
+from lightning_fsdp2.plan.simulation.workers import add_up_progress, run_in_processes
 
 
 def test_results_come_with_the_numbers_of_their_tasks() -> None:
