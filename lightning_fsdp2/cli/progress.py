@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Report = Callable[[int, int], None]
-"""Function that is told how many parts of the work are done, and how many are known so far."""
+Report = Callable[[int, int | None], None]
+"""Function that is told how many parts of the work are done, and how many there are, or None if this is not known."""
 
 _SECONDS = 10
 """Seconds between two lines, if stderr is not a terminal."""
@@ -45,8 +45,8 @@ def _write_lines(task: str) -> Iterator[Report]:
             sys.stderr.write(f"{task}: {state[0]}{time.monotonic() - start:.0f} s\n")
             sys.stderr.flush()
 
-    def report(done: int, total: int) -> None:
-        state[0] = f"{done} of {total}, "
+    def report(done: int, total: int | None) -> None:
+        state[0] = f"{done} done, " if total is None else f"{done} of {total}, "
 
     sys.stderr.write(f"{task} ...\n")
     sys.stderr.flush()

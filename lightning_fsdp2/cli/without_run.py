@@ -180,13 +180,14 @@ def _search(
 ) -> None:
     """Print the best layouts, write the best one to ``path``, and print its plan."""
     output = sys.stderr if json == "-" else sys.stdout
-    with show_progress("trying layouts") as on_progress:
-        found = planner.search(**options, on_progress=on_progress)
+    with show_progress("trying layouts") as report:
+        # how many layouts will be tried depends on which fit
+        found = planner.search(**options, on_progress=lambda done, _: report(done, None))
     write_search(found, output)
     if not found.best:
         output.write(f"{path} was not written.\n")
         return
-    _write_layout(planner.describe_config(found.best[0].knobs), path, output)
+    _write_layout("the first of them", planner.describe_config(found.best[0].knobs), path, output)
     with show_progress("planning the best layout with all of its layers"):
         result = planner.plan_best(found)
     if result.plan is None:
@@ -195,13 +196,13 @@ def _search(
         return
     if passed_over := len(found.best) - len(result.search.best):
         output.write(f"With all of its layers, layout {passed_over + 1} is the first of them that fits.\n")
-        _write_layout(result.configs[0], path, output)
+        _write_layout("this layout", result.configs[0], path, output)
     _write_plan(replace(result.plan, notes=[*result.plan.notes, *notes]), json=json, plot=plot)
 
 
-def _write_layout(config: dict[str, Any], path: Path, output: TextIO) -> None:
+def _write_layout(name: str, config: dict[str, Any], path: Path, output: TextIO) -> None:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    output.write(f"\n{path} has the best of them: fit --config RUN.yaml --config {path}\n\n")
+    output.write(f"\n{path} has {name}: fit --config RUN.yaml --config {path}\n\n")
     output.flush()
 
 

@@ -1,10 +1,13 @@
 """Notes below a plan: what its numbers count, what they leave out, and what would make better use of the devices."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.rank import Run
 from lightning_fsdp2.plan.result import Plan
+from lightning_fsdp2.plan.sharding_table import format_bytes
+from lightning_fsdp2.plan.simulation.recorder import ACTIVATIONS, UNSHARDED_GRADIENTS
 
 LOAD = 2
 """Number of tokens that a rank's experts get at uneven routing, as a multiple of the number at even routing."""
@@ -59,7 +62,7 @@ _PIPELINE = (
 def get_notes(run: Run, knobs: Knobs, plan: Plan, *, is_even: bool) -> list[str]:
     """Return the notes of a plan. ``is_even`` is whether the ranks that are not shown need as much as those shown."""
     config = run.trainer.strategy.config
-    notes = [_UNUSED] if _leaves_memory_unused(plan, knobs) else []
+    notes = [_UNUSED] if _leaves_memory_unused(plan, knobs) else _name_remedies(plan, config)
     if is_even:
         notes.append(_ALIKE if knobs.pp == 1 else _ALIKE_IN_STAGES)
     if knobs.pp > 1:
@@ -77,6 +80,23 @@ def get_notes(run: Run, knobs: Knobs, plan: Plan, *, is_even: bool) -> list[str]
 
 def _leaves_memory_unused(plan: Plan, knobs: Knobs) -> bool:
     return knobs.accumulation > 1 and knobs.dp > knobs.dp_replicate and 2 * plan.reserved.most < plan.device.memory
+
+
+def _name_remedies(plan: Plan, config: Any) -> list[str]:
+    """Return what flags do about the largest parts of the memory, if the run may not fit."""
+    if plan.verdict == "fits":
+        return []
+    peak = max(plan.ranks, key=lambda rank: rank.peak_bytes).peak
+    remedies = []
+    if getattr(config, "defer_fsdp_grad_sync", False):
+        remedies.append((UNSHARDED_GRADIENTS, "defer_fsdp_grad_sync=False shards them after every micro-batch"))
+    if not config.activation_checkpointing:
+        remedies.append((ACTIVATIONS, "activation_checkpointing recomputes them"))
+    return [
+        f"{format_bytes(peak[part])} of the memory are {part}: {remedy}."
+        for part, remedy in remedies
+        if peak[part] > sum(peak.values()) // 4
+    ]
 
 
 def get_notes_on_extras(paths: Sequence[str]) -> list[str]:

@@ -183,6 +183,7 @@ class Run:
             "model": description.model,
             "strategy": description.strategy,
             "mesh": description.mesh,
+            "expert_mesh": description.expert_mesh,
             "precision": description.precision,
             "placements": _group_placements(description),
             "peak_flops": peak,

@@ -161,6 +161,9 @@ class Plan:
     model: str
     strategy: str
     mesh: dict[str, int]
+    expert_mesh: dict[str, int]
+    """Axes of the mesh of experts, which has the same ranks as ``mesh``. Empty without expert parallelism."""
+
     precision: dict[str, str]
     parameters: int
     trained_parameters: int

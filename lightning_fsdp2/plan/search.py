@@ -108,13 +108,18 @@ def search(
     left_out = 0
     layouts = sorted(list_layouts(run, knobs, sequence_length), key=_get_model_parallel_size)
     groups = itertools.groupby(layouts, key=_get_model_parallel_size)
-    # first try the layouts with little communication, so that those with the most are left out if time runs out
-    outcomes = itertools.chain.from_iterable(_climb(run, [*group], simulate) for _, group in groups)
+    # first try the run's own layout, and then those with little communication, so that those with the most are left out
+    # if time runs out
+    outcomes = itertools.chain(
+        _try_once(run, knobs, simulate),
+        *(_climb(run, [other for other in group if other != knobs], simulate) for _, group in groups),
+    )
     is_interrupted = False
     try:
         for outcome in outcomes:
             if isinstance(outcome, Candidate):
-                tried.append(outcome)
+                if all(outcome.knobs != other.knobs for other in tried):  # the run's own layout may come again
+                    tried.append(outcome)
             elif outcome is None:
                 left_out += 1
             else:
@@ -131,6 +136,12 @@ def search(
         left_out=left_out,
         is_interrupted=is_interrupted,
     )
+
+
+def _try_once(run: Run, layout: Knobs, simulate: Any) -> Iterator[Candidate | str | None]:
+    """Yield the candidate of a layout, or the reason why it was refused, or None if there was no time to try it."""
+    for _, result in simulate([layout]):
+        yield result if result is None or isinstance(result, str) else weigh(run, layout, result)
 
 
 def _climb(run: Run, layouts: list[Knobs], simulate: Any) -> Iterator[Candidate | str | None]:

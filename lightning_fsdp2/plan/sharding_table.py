@@ -91,8 +91,7 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
         **({"names": f"within {prefix[:-1]}"} if prefix else {}),
         "parameters": f"{format_count(totals['parameters'])}, {trained} trained",
         "strategy": f"{description.strategy} on {totals['ranks']} ranks",
-        "mesh": _describe_mesh(description.mesh),
-        **({"mesh of experts": _describe_mesh(description.expert_mesh)} if description.expert_mesh else {}),
+        **describe_meshes(description.mesh, description.expert_mesh),
         "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in description.precision.items()),
         **({"float8": description.float8.describe()} if description.float8 is not None else {}),
         "per rank"
@@ -108,8 +107,10 @@ def _build_summary(description: Description, prefix: str, *, has_units: bool) ->
     return table
 
 
-def _describe_mesh(mesh: dict[str, int]) -> str:
-    return TIMES.join(f"{axis} {size}" for axis, size in mesh.items())
+def describe_meshes(mesh: dict[str, int], expert_mesh: dict[str, int]) -> dict[str, str]:
+    """Return the names and sizes of the axes of a mesh and, if there is one, of the mesh of experts."""
+    meshes = {"mesh": mesh, "mesh of experts": expert_mesh}
+    return {name: TIMES.join(f"{axis} {size}" for axis, size in each.items()) for name, each in meshes.items() if each}
 
 
 def _build_unit_table(groups: list[list[UnitDescription]], *, is_pipeline: bool) -> Table:

@@ -14,7 +14,14 @@ from lightning_fsdp2.plan.knobs import Knobs
 from lightning_fsdp2.plan.pipeline import Pipeline
 from lightning_fsdp2.plan.result import Change, Plan, RankPlan, get_verdict
 from lightning_fsdp2.plan.search import Candidate, Search
-from lightning_fsdp2.plan.sharding_table import TIMES, build_table, format_bytes, format_count, open_console
+from lightning_fsdp2.plan.sharding_table import (
+    TIMES,
+    build_table,
+    describe_meshes,
+    format_bytes,
+    format_count,
+    open_console,
+)
 from lightning_fsdp2.plan.simulation.reserved import Reserved
 
 
@@ -47,7 +54,7 @@ def write_plan(plan: Plan, file: TextIO) -> None:
 def write_changes(changes: Sequence[Change], file: TextIO) -> None:
     """Write the changes that would help a run to fit, and the options of the command line that make them."""
     if not changes:
-        file.write("\nNo change was found with which the run needs less memory.\n")
+        file.write("\nNone of the changes that were tried saves memory.\n")
         return
     table = build_table("")
     table.add_column("What would help most", overflow="fold")
@@ -100,13 +107,17 @@ def write_search(found: Search, file: TextIO, *, limit: int = 10) -> None:
             console.print("No layout fits for certain: the best is tight, since its processes may run out of memory.")
         if not found.best and found.closest is not None:
             needed = f"{format_bytes(found.closest.peak_bytes)} allocated, {_format_range(found.closest.reserved)} held"
-            console.print(f"Nothing fits. {_describe_layout(found.closest.knobs)} needs the least: {needed}.")
+            is_whole = not found.left_out and not found.is_interrupted
+            verdict = (
+                "Nothing fits." if is_whole else "None of these fits; more time (--search_seconds) tries the others."
+            )
+            console.print(f"{verdict} {_describe_layout(found.closest.knobs)} needs the least: {needed}.")
         for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
             console.print(f"\n{count}{TIMES}{reason}")
 
 
 def _build_layout_table(candidates: Sequence[Candidate]) -> Table:
-    table = build_table("Layout", "Micro-batches", "Peak", "Step", "At least")
+    table = build_table("Layout", "Micro-batches", "Peak", "Held up to", "Step", "At least")
     table.add_column("What takes the time")
     for candidate in candidates:
         knobs = candidate.knobs
@@ -114,6 +125,7 @@ def _build_layout_table(candidates: Sequence[Candidate]) -> Table:
             _describe_layout(knobs),
             f"{knobs.accumulation * knobs.micro_batches}{TIMES}{knobs.batch_size // knobs.micro_batches}",
             format_bytes(candidate.peak_bytes),
+            format_bytes(candidate.reserved.most),
             _format_seconds(candidate.estimate),
             _format_seconds(candidate.at_least),
             candidate.reason,
@@ -144,7 +156,7 @@ def _build_summary(plan: Plan) -> Table:
             "model": plan.model,
             "parameters": f"{format_count(plan.parameters)}, {trained} trained",
             "strategy": f"{plan.strategy} on {plan.world_size} ranks: {plan.device.name.upper()}, {nodes}",
-            "mesh": TIMES.join(f"{axis} {size}" for axis, size in plan.mesh.items()),
+            **describe_meshes(plan.mesh, plan.expert_mesh),
             "dtypes": ", ".join(f"{role} {dtype}" for role, dtype in plan.precision.items()),
             "micro-batch" if plan.pipeline is None else "batch": ", ".join(
                 f"{name} {TIMES.join(map(str, shape))}" for name, shape in plan.batch.shapes.items()

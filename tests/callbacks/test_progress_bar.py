@@ -75,7 +75,9 @@ def test_a_log_file_gets_a_line_per_logging_step_and_validation(
     if has_terminal:
         assert lines == []
         return
-    assert [line.partition(":")[0] for line in lines] == [f"Epoch 0, step {step}/5" for step in (2, 4, 5)]  # none of the sanity check
+    assert [line.partition(":")[0] for line in lines] == [
+        f"Epoch 0, step {step}/5" for step in (2, 4, 5)
+    ]  # none of the sanity check
     assert all(" loss " in line and "tok/s " in line for line in lines)
     assert ["val/loss" in line for line in lines] == [False, False, True]
     assert f"val/loss {loss:.4g}" in lines[2]

@@ -113,7 +113,7 @@ def test_a_plan_is_printed_before_changes_are_planned_which_are_printed_as_optio
 def test_where_nothing_helps_the_plan_says_so() -> None:
     text = io.StringIO()
     write_changes([], text)
-    assert text.getvalue() == "\nNo change was found with which the run needs less memory.\n"
+    assert text.getvalue() == "\nNone of the changes that were tried saves memory.\n"
 
 
 def test_numbers_alone(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatc
     options = ["--world_size=8", "--devices_per_node=4", "--memory=2.5", "--cache_dir=cache"]
     printed = run(config, *options, "--search=best.yaml", "--json=found.json")
     assert max(map(len, printed.splitlines())) <= 100
-    assert "best.yaml has the best of them: fit --config RUN.yaml --config best.yaml" in printed
+    assert "best.yaml has the first of them: fit --config RUN.yaml --config best.yaml" in printed
     planned = json.loads(run(config, "--config=best.yaml", *options, "--json=-"))
     assert planned == json.loads(Path("found.json").read_text())
     assert planned["batch"]["samples"] == 16

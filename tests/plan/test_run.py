@@ -25,6 +25,7 @@ from lightning_fsdp2 import (
 )
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.plan import Device, Plan, describe, get_device, plan_run
+from lightning_fsdp2.plan.notes import _name_remedies
 
 SMALL = replace(get_device("h100"), memory=40 * 2**20)
 """Too small for the Llama of the tests."""
@@ -435,6 +436,25 @@ def test_each_verdict_is_said_with_what_is_missing(usual: Plan) -> None:
     assert "\ntight: " in text
     assert max(map(len, text.splitlines())) <= 100
     assert "\ndoes not fit by 1.0 MiB: " in describe(with_memory(usual, usual.peak_bytes - 2**20))
+
+
+@pytest.mark.parametrize(
+    ("part", "config", "remedy"),
+    [
+        ("unsharded gradients", FSDP2Config(), "defer_fsdp_grad_sync=False shards them after every micro-batch"),
+        ("unsharded gradients", FSDP2Config(defer_fsdp_grad_sync=False), None),
+        ("activations", DDPConfig(), "activation_checkpointing recomputes them"),
+        ("activations", FSDP2Config(activation_checkpointing="full"), None),
+    ],
+)
+def test_the_flag_against_the_largest_part_of_the_memory_is_named(
+    usual: Plan, part: str, config: Any, remedy: str | None
+) -> None:
+    (rank,) = usual.ranks
+    large = with_memory(replace(usual, ranks=[replace(rank, peak={**rank.peak, part: 2**40})]), 2**30)
+    expected = [] if remedy is None else [f"1024.0 GiB of the memory are {part}: {remedy}."]
+    assert _name_remedies(large, config) == expected
+    assert _name_remedies(usual, config) == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fsdp2.modules.structure import find_structure, get_layer_lists
 from lightning_fsdp2.plan.simulation.recorder import Operation, Recording
-from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved
+from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved, extrapolate_reserved
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Names of the attributes in which blocks keep their index."""
@@ -170,10 +170,7 @@ def extrapolate(few: Summary, more: Summary, steps: int) -> Summary:
         for operation in summary.operations:
             counts[replace(operation, times=1)] += operation.times * factor
     peaks = {part: peak + (more.peaks[part] - peak) * steps for part, peak in few.peaks.items()}
-    first, second = few.reserved, more.reserved
-    reserved = Reserved(
-        first.least + (second.least - first.least) * steps, first.most + (second.most - first.most) * steps
-    )
+    reserved = extrapolate_reserved(few.reserved, more.reserved, steps)
     operations = [replace(operation, times=count) for operation, count in counts.items() if count]
     return replace(few, operations=operations, peaks=peaks, reserved=reserved)
 

@@ -74,6 +74,19 @@ def estimate_reserved(recording: Recording) -> Reserved:
     return Reserved(least, most)
 
 
+def extrapolate_reserved(few: Reserved, more: Reserved, steps: int) -> Reserved:
+    """Extrapolate from two short models to one with ``steps`` more blocks than that of ``few``.
+
+    The lower end grows by the same amount with each block. The unused parts of segments do not: they vary from one
+    model to the next, and a difference of two of them says nothing about a third. So the larger one is taken, and
+    enlarged by what the additional memory may grow in many steps.
+    """
+    least = few.least + (more.least - few.least) * steps
+    unused = max(few.most - few.least, more.most - more.least)
+    growth = math.ceil((_GROWTH - 1) * max(0, least - more.least))
+    return Reserved(least, least + unused + growth)
+
+
 def play_through(changes: Iterable[MemoryChange]) -> int:
     """Replay ``changes`` in order, and return the bytes of the segments that torch's allocator would reserve."""
     allocator = _Allocator()

@@ -15,7 +15,7 @@ from lightning_fsdp2.plan.simulation.recorder import (
     Operation,
     Recording,
 )
-from lightning_fsdp2.plan.simulation.reserved import estimate_reserved, play_through
+from lightning_fsdp2.plan.simulation.reserved import Reserved, estimate_reserved, extrapolate_reserved, play_through
 
 MIB = 2**20
 
@@ -73,3 +73,21 @@ def test_groups_and_attention_take_memory_of_their_own() -> None:
     assert exchanged == (one[0], one[1] + 3280 * 10**6)
     backward = Operation(1, 1, torch.bfloat16, attention=Attention(64, 512, 1000, True, True))
     assert estimate(backward, backward) == (least, most + 4000)
+
+
+def test_what_a_long_model_holds_follows_from_two_short_ones() -> None:
+    """Llama 3 70B on 64 ranks with 4, 5 and 80 layers, all simulated; in GiB."""
+    few, more, whole = (
+        Reserved(*(round(size * 2**30) for size in sizes))
+        for sizes in ((36.893, 55.055), (40.355, 58.639), (300.0, 350.0))
+    )
+    extrapolated = extrapolate_reserved(few, more, 76)
+    assert extrapolated.least == pytest.approx(whole.least, rel=0.001)
+    assert extrapolated.most == pytest.approx(whole.most, rel=0.02)
+
+
+def test_the_upper_end_is_never_below_the_lower_end() -> None:
+    """Although the longer of two models may have fewer unused parts of segments."""
+    extrapolated = extrapolate_reserved(Reserved(40, 60), Reserved(43, 59), 76)
+    assert extrapolated.least == 40 + 76 * 3
+    assert extrapolated.most >= extrapolated.least + 20
