@@ -202,7 +202,8 @@ def _search(
 
 def _write_layout(name: str, config: dict[str, Any], path: Path, output: TextIO) -> None:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    output.write(f"\n{path} has {name}: fit --config RUN.yaml --config {path}\n\n")
+    use = f"fit --config RUN.yaml --config {path}" if config else "it is the run's own layout, so this changes nothing"
+    output.write(f"\n{path} has {name}: {use}\n\n")
     output.flush()
 
 

@@ -16,6 +16,8 @@ from lightning_fsdp2.cli import FSDP2CLI
 from lightning_fsdp2.plan import Plan
 from lightning_fsdp2.plan.result import Change
 from lightning_fsdp2.plan.sharding_table import TIMES
+from lightning_fsdp2.plan.simulation.blocks import Summary
+from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.table import write_changes
 
 
@@ -114,6 +116,19 @@ def test_where_nothing_helps_the_plan_says_so() -> None:
     text = io.StringIO()
     write_changes([], text)
     assert text.getvalue() == "\nNone of the changes that were tried saves memory.\n"
+
+
+def test_a_search_that_finds_nothing_faster_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate(run: Any, layouts: list[Any], **options: Any) -> Any:
+        empty = Summary([], {"forward": 0}, Reserved(0, 0))
+        return [(layout, empty) for layout in layouts]
+
+    monkeypatch.setattr("lightning_fsdp2.plan.search.simulate_all", simulate)
+    monkeypatch.setattr("lightning_fsdp2.plan.search.list_layouts", lambda *args: [])
+    best = tmp_path / "best.yaml"
+    printed = run(write_yaml(tmp_path), "--world_size=8", f"--search={best}", "--cache_dir=null")
+    assert f"{best} has the first of them: it is the run's own layout, so this changes nothing" in printed
+    assert yaml.safe_load(best.read_text()) == {}
 
 
 def test_numbers_alone(tmp_path: Path) -> None:
