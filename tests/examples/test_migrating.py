@@ -274,6 +274,7 @@ TRANSFORMERS = "From the Trainer of transformers"
 
 
 def test_the_trainer_of_transformers_trains_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)  # AdamW enlarges rounding of a weight whose gradient is almost 0, as some random weights have
     make_causal_lm({**LLAMA, "vocab_size": 257}).save_pretrained("model")
     build_byte_tokenizer().save_pretrained("model")
     arguments = ("model", "--steps", 5, "--learning-rate", 3e-3)
