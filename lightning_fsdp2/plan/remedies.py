@@ -32,9 +32,9 @@ def find_changes(
     """Try the changes that might reduce memory, and return those that help most.
 
     As in a search, each change is simulated with a few of the model's layers. If no single change makes the run fit,
-    those that save the most are combined. Changes that make the run fit come first, ordered by step time. Changes that
-    are not enough follow, ordered by memory. A ``KeyboardInterrupt`` ends the work early, and what was found so far is
-    returned.
+    those that save the most are combined, and other layouts and offloading only after all others. Changes that make the
+    run fit are returned in the order of their step times. If there are none, those that need the least memory are
+    returned. A ``KeyboardInterrupt`` ends the work early, and what was found so far is returned.
     """
     remedies = [other for other in _list_remedies(knobs, per_node=run.device.per_node) if other != knobs]
     tried: list[Candidate] = []
@@ -51,7 +51,8 @@ def find_changes(
     with suppress(KeyboardInterrupt):
         try_all(remedies)
         if not any(candidate.verdict == "fits" for candidate in tried):
-            try_all(_combine(knobs, [found.knobs for found in sorted(tried, key=lambda found: found.peak_bytes)]))
+            tried.sort(key=lambda found: (_costs_much(knobs, found.knobs), found.peak_bytes))
+            try_all(_combine(knobs, [found.knobs for found in tried]))
     fitting = sorted((found for found in tried if found.verdict == "fits"), key=lambda found: found.estimate)
     others = sorted((found for found in tried if found.verdict != "fits"), key=lambda found: found.reserved.most)
     return [
@@ -64,8 +65,14 @@ def find_changes(
             at_least=found.at_least,
             estimate=found.estimate,
         )
-        for found in [*fitting, *others][:_SUGGESTIONS]
+        for found in (fitting or others)[:_SUGGESTIONS]
     ]
+
+
+def _costs_much(before: Knobs, after: Knobs) -> bool:
+    """Return whether a change is one of the layout, or to offloading, which cost more time than other flags."""
+    is_offloaded, was_offloaded = (getattr(each.config, "offload_policy", None) is not None for each in (after, before))
+    return after.dp != before.dp or is_offloaded != was_offloaded
 
 
 def _combine(knobs: Knobs, remedies: list[Knobs]) -> list[Knobs]:

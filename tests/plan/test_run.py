@@ -3,7 +3,8 @@
 import json
 import re
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -26,6 +27,9 @@ from lightning_fsdp2 import (
 from lightning_fsdp2.callbacks.model_flops import get_flops_per_token
 from lightning_fsdp2.plan import Device, Plan, describe, get_device, plan_run
 from lightning_fsdp2.plan.notes import _name_remedies
+from lightning_fsdp2.plan.run import make_planner
+from lightning_fsdp2.plan.simulation.blocks import Summary
+from lightning_fsdp2.plan.simulation.reserved import Reserved
 
 SMALL = replace(get_device("h100"), memory=40 * 2**20)
 """Too small for the Llama of the tests."""
@@ -472,6 +476,29 @@ def test_each_change_that_is_named_gives_what_it_says(strategy: Any) -> None:
         again = plan_with(strategy(), change.config, device=SMALL)
         assert (again.peak_bytes, again.reserved) == (change.peak_bytes, change.reserved)
         assert (again.at_least, again.estimate) == pytest.approx((change.at_least, change.estimate))
+
+
+def test_changes_are_combined_until_one_fits_with_other_layouts_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate(run: Any, layouts: list[Any], **options: Any) -> Any:
+        """Recomputation, reductions and tensor parallelism halve the memory, which has to become a quarter."""
+        for layout in layouts:
+            config = layout.config
+            halvings = (config.activation_checkpointing == "full") + (not config.defer_fsdp_grad_sync) + layout.tp // 2
+            size = 2**33 >> halvings
+            yield layout, Summary([], {"forward": size - layout.tp // 2}, Reserved(size, size))
+
+    monkeypatch.setattr("lightning_fsdp2.plan.remedies.simulate_all", simulate)
+    planner = make_planner(
+        make_trainer(FSDP2Strategy(), accumulate_grad_batches=2),
+        make_module(),
+        make_batch(),
+        world_size=4,
+        device=replace(get_device("h100"), memory=2**31),
+    )
+    large = SimpleNamespace(peak_bytes=2**33, verdict="does not fit")
+    first, *_ = names = [change.name for change in planner.find_changes(cast(Plan, large))]
+    assert first == "activation_checkpointing='full', defer_fsdp_grad_sync=False"
+    assert [name for name in names if "tp_size" not in name] == [first]
 
 
 def plan_with(strategy: Any, config: dict[str, Any], *, device: Device) -> Plan:
