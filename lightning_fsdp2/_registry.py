@@ -1,4 +1,4 @@
-"""Short names of strategies and dtypes, for Lightning's registry, the command line and YAML."""
+"""Short names of the strategies, for Lightning's registry, the command line and YAML."""
 
 import sys
 from collections.abc import Sequence
@@ -19,9 +19,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "megatron_fsdp": {"class_path": "lightning_fsdp2.MegatronFSDPStrategy"},
 }
 """YAML form of each strategy, by short name. The command line adds the user's options to this form."""
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Name of each dtype in torch, by short name."""
 
 _LIGHTNINGS_REGISTRY = "lightning.pytorch.strategies"
 _FABRICS_REGISTRY = "lightning.fabric.strategies"

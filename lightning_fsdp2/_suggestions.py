@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Name of each dtype in torch, by its short name in other software."""
+
 _ELSEWHERE = {
     # Lightning's ModelParallelStrategy and FSDPStrategy
     "data_parallel_size": "dp_size",

@@ -19,8 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fsdp2._cli_types import register_cli_types
-from lightning_fsdp2._registry import DTYPES
-from lightning_fsdp2._suggestions import suggest, with_suggestions
+from lightning_fsdp2._suggestions import DTYPES, suggest, with_suggestions
 
 __all__ = [
     "ActivationCheckpointing",

@@ -5,6 +5,7 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
 from rich.progress import TimeRemainingColumn
 from typing_extensions import override
 
@@ -88,15 +89,11 @@ class TrainingProgressBar(RichProgressBar):
     def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_due = self._is_due
         super()._update_metrics(trainer, pl_module)
-        if is_due and self.is_enabled and self._shown and not trainer.sanity_checking and not self._has_terminal():
+        if is_due and self.is_enabled and self._shown and not trainer.sanity_checking and not _has_terminal():
             line = f"Epoch {trainer.current_epoch}, {_describe_step(trainer)}: {_format_metrics(self._shown)}"
             if line != self._line:  # the end of an epoch may have nothing new
                 rank_zero_info(line)
             self._line = line
-
-    def _has_terminal(self) -> bool:
-        console: Any = self._console
-        return console.is_interactive or console.is_jupyter
 
     @override
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -106,6 +103,11 @@ class TrainingProgressBar(RichProgressBar):
             own.pop("v_num", None)
             self._shown = {**{name.removeprefix("train/"): value for name, value in own.items()}, **_get_costs(trainer)}
         return self._shown
+
+
+def _has_terminal() -> bool:
+    console = Console()
+    return console.is_interactive or console.is_jupyter
 
 
 def _describe_step(trainer: Any) -> str:

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
-from lightning_fsdp2._registry import DTYPES
-from lightning_fsdp2._suggestions import suggest
+from lightning_fsdp2._suggestions import DTYPES, suggest
 from lightning_fsdp2.cli.errors import exit_with_error, wants_traceback
 from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.compat.argparse import list_names
