@@ -79,14 +79,14 @@ def name_options(message: str, config: Namespace) -> str:
     """Return the options that a library's message is about, each with its value, to append to the message.
 
     These are the options whose value the message contains, and the options of the Trainer that it names, since it
-    rarely says both. A plain word, such as "full", must be in quotation marks, except for the Trainer's own options:
-    Lightning writes of a "gpu" without them.
+    rarely says both. A plain word, such as "full", must be in quotation marks, unless the message has the name
+    of the option too, or the option is the Trainer's own: Lightning writes of a "gpu" without them.
     """
     found = []
     for option, value in _walk(config):
         name = option.rpartition(".")[2]
-        is_trainers = option == f"trainer.{name}"
-        is_quoted = isinstance(value, str) and len(value) > 2 and _quotes(message, value, plainly=is_trainers)
+        plainly = option == f"trainer.{name}" or _has_word(message, re.escape(name))
+        is_quoted = isinstance(value, str) and len(value) > 2 and _quotes(message, value, plainly=plainly)
         is_named = option.startswith("trainer.") and value is not None and f"`{name}`" in message
         if is_quoted or is_named:
             found.append(f"{option}={value!r}")
@@ -112,7 +112,11 @@ def _quotes(text: str, value: str, *, plainly: bool) -> bool:
     if value == "auto":  # no choice of the user
         return False
     mark = "" if plainly or re.search("[^A-Za-z]|[a-z][A-Z]", value) else "['\"`]"
-    return re.search(rf"(?<![\w.-]){mark}{re.escape(value)}{mark}(?![\w-]|\.\w)", text) is not None
+    return _has_word(text, f"{mark}{re.escape(value)}{mark}")
+
+
+def _has_word(text: str, pattern: str) -> bool:
+    return re.search(rf"(?<![\w.-]){pattern}(?![\w-]|\.\w)", text) is not None
 
 
 def is_about_type(reason: str) -> bool:

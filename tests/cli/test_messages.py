@@ -64,6 +64,7 @@ def test_other_reasons_are_not_about_types() -> None:
     [
         ("'full' is none of my words", "flags.checkpointing='full'"),
         ("the full message", ""),
+        ("the checkpointing asked for, full, is not implemented", "flags.checkpointing='full'"),
         ("No supported gpu backend found!", "trainer.accelerator='gpu'"),
         ("the number of devices is 'auto' or an int", ""),
         ("cannot read ./text.txt", "data.path='./text.txt'"),

@@ -297,7 +297,7 @@ YAML: list[tuple[str, str, tuple[str, ...]]] = [
     ("  devices: 1", "   devices: 1", ("line 3", "indentation")),
     ("path: text.txt", "path: 'text.txt", ("not YAML", "quotes")),
     ("path: text.txt", "path: [text.txt", ("not YAML", "']'")),
-    ("path: text.txt", "path: “text.txt”", ("path='“text.txt”'", "spelling")),
+    ("path: text.txt", "path: “text.txt”", ("path='“text.txt”'", "did you mean 'text.txt'?")),
     ("path: text.txt", "path: $DATA/text.txt", ("path='$DATA/text.txt'", "spelling")),
     ("path: text.txt", "path: *missing", ("line 31", "alias 'missing'")),
     ("max_steps: 2", "max_steps: 2:", ("line 5", "not YAML")),
