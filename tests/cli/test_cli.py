@@ -402,27 +402,30 @@ def run_and_catch(args: list[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("data", "line"),
+    ("data", "line", "source"),
     [
         (
             {"global_batch_size": 6},
-            "error: global_batch_size=6 is not a multiple of batch_size=2 x 2 data",
+            "global_batch_size=6 is not a multiple of batch_size=2 x 2 data",
+            "",
         ),
         pytest.param(
             {"tokenizer": "nobody/nothing"},
-            "error: tokenizer='nobody/nothing' is not a directory with a tokenizer",
+            "tokenizer='nobody/nothing' is not a directory with a tokenizer",
+            "Rank 0 could not read the data (this is rank 1): ",
             marks=pytest.mark.slow,
         ),
     ],
+    ids=["found-by-both", "found-by-rank-0"],
 )
-def test_what_a_run_refuses_is_said_by_the_first_rank_of_a_node(data, line, tmp_path, monkeypatch):
+def test_what_a_run_refuses_is_said_by_the_first_rank_of_a_node(data, line, source, tmp_path, monkeypatch):
     """The other rank says it later, because here nobody ends this rank; see test_errors.py."""
     monkeypatch.setattr("lightning_fsdp2.cli.errors._PATIENCE", 0.1)
     args = ["fit", write_text_run(tmp_path, **data)]
     (first, said), (second, later) = run_ranks(lambda: run_and_catch(args), 2, group=False)
     assert first == second == "SystemExit(2)"
-    assert said.startswith(line)
-    assert later.startswith(f"error: local rank 1: {line.removeprefix('error: ')}")
+    assert said.startswith(f"error: {line}")
+    assert later.startswith(f"error: local rank 1: {source}{line}")
 
 
 @pytest.mark.slow
