@@ -7,10 +7,11 @@ that can reach the changed files run again. Other tests that have passed are ski
 """
 
 import re
+import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -98,6 +99,14 @@ class FileLedger(Ledger):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
         items[:] = [item for item in items if item.nodeid not in passed]
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        start = get_cpu_seconds()
+        result = yield
+        self.results[item.nodeid]["cpu"] = get_cpu_seconds() - start
+        self.add(item.nodeid, **self.results[item.nodeid])
+        return result
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.results[nodeid] = {"outcome": "passed", "seconds": 0.0}
 
@@ -111,8 +120,11 @@ class FileLedger(Ledger):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
             result["reason"] = reason.removeprefix("Skipped: ")
 
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.add(nodeid, **self.results[nodeid])
+
+def get_cpu_seconds() -> float:
+    """Return the processor seconds that this process and its ended children have used."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def order_by_seconds(names: Iterable[str]) -> list[str]:
