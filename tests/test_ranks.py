@@ -2,11 +2,14 @@
 
 import ctypes
 import faulthandler
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.ranks import RankError, run_ranks
+import torch.distributed as dist
+from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 
 
 def start_native_thread_at_nothing() -> None:
@@ -37,3 +40,36 @@ def test_a_crash_in_a_thread_of_python_is_not(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="Segmentation fault"):
         run_ranks(crash, 1)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_error_is_demanded_of_all_ranks() -> None:
+    def fail() -> None:
+        dist.barrier()
+        raise ValueError("both")
+
+    with raises_on_all_ranks(ValueError, match="^both$"):
+        run_ranks(fail, 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "how", "patience"),
+    [
+        (lambda: None, "it returned", 60),
+        (lambda: os._exit(3), "it died or hung", 60),
+        (lambda: time.sleep(60), "it died or hung", 0.2),
+        (dist.barrier, "RuntimeError", 60),
+        (lambda: int("other"), "invalid literal", 60),
+    ],
+    ids=["returns", "dies", "hangs", "loses its peer", "another message"],
+)
+def test_an_error_of_one_rank_is_not_one_of_all(end: Callable[[], object], how: str, patience: float) -> None:
+    def run() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("one")
+        end()
+
+    with (
+        pytest.raises(AssertionError, match=rf"rank 1 did not raise ValueError\('one'\), but: .*{how}"),
+        raises_on_all_ranks(ValueError, match="one"),
+    ):
+        run_ranks(run, 2, patience=patience)

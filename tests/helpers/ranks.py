@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import sys
@@ -19,19 +20,20 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
-PATIENCE_SECONDS = 3.0
+PATIENCE_SECONDS = 10.0
 
 
 class NativeCrash(Exception):
@@ -39,12 +41,21 @@ class NativeCrash(Exception):
 
 
 class RankError(AssertionError):
-    """A rank failed; the message holds its traceback, ``cause`` the exception where it could be pickled."""
+    """A rank failed; the message holds its traceback, ``cause`` the exception where it could be pickled.
 
-    def __init__(self, rank: int, message: str, cause: BaseException | None) -> None:
+    ``failures`` holds the exception of every rank, or a text: the traceback of one that could not be pickled, or how
+    the rank ended without an exception.
+    """
+
+    def __init__(self, rank: int, message: str, failures: list[BaseException | str]) -> None:
         super().__init__(message)
         self.rank = rank
-        self.cause = cause
+        self.failures = failures
+
+    @property
+    def cause(self) -> BaseException | None:
+        failure = self.failures[self.rank]
+        return None if isinstance(failure, str) else failure
 
 
 def run_ranks(
@@ -76,6 +87,24 @@ def run_ranks(
     except NativeCrash as crash:
         warnings.warn(f"tried again: {crash}", stacklevel=2)
         return _run_once(function, world_size, args, group, patience, is_second=True)
+
+
+@contextlib.contextmanager
+def raises_on_all_ranks(error: type[BaseException], match: str) -> Iterator[None]:
+    """Expect that :func:`run_ranks` in this block ends with the same error on every rank.
+
+    ``pytest.raises(RankError)`` sees only the first rank that fails. The others may have returned, wait for it, or fail
+    because it is gone; here each of these is a failure of the test.
+
+    Args:
+        error: The type of the exception.
+        match: A regular expression for its message.
+    """
+    with pytest.raises(RankError) as caught:
+        yield
+    for rank, failure in enumerate(caught.value.failures):
+        if not isinstance(failure, error) or not re.search(match, str(failure)):
+            raise AssertionError(f"rank {rank} did not raise {error.__name__}({match!r}), but: {failure!r}")
 
 
 def _run_once(
@@ -217,14 +246,23 @@ def _raise_first_failure(results: list[dict[str, Any] | None], failed: int | Non
     if failed is None:
         return
     result = results[failed]
+    failures = [_find_failure(rank_result) for rank_result in results]
     log = (folder / f"{failed}.log").read_text(errors="replace")
     if result is None:
         # what the others were at when their connections broke says where it died
         others = "\n".join(other["traceback"] for other in results if other is not None and "error" in other)
         message = f"rank {failed} died or hung without a result. Its output:\n{log[-16000:]}\nThe others:\n{others}"
-        raise RankError(failed, message, None)
-    message = f"rank {failed} failed:\n{result['traceback']}\nIts output:\n{log[-4000:]}"
-    raise RankError(failed, message, result["error"])
+    else:
+        message = f"rank {failed} failed:\n{result['traceback']}\nIts output:\n{log[-4000:]}"
+    raise RankError(failed, message, failures)
+
+
+def _find_failure(result: dict[str, Any] | None) -> BaseException | str:
+    if result is None:
+        return "it died or hung"
+    if "value" in result:
+        return "it returned"
+    return result["error"] or result["traceback"]
 
 
 def _free_port() -> int:
