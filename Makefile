@@ -3,11 +3,11 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-# further arguments of `make quickstart` and `make test`, e.g. ARGS="--trainer.max_steps 5"
+# further arguments of `make quickstart`, `make test` and others, e.g. ARGS="--trainer.max_steps 5"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all parity parity-oldest compatibility test-cuda-build docs lint clean
+.PHONY: help venv quickstart test test-changed test-all matrices parity parity-oldest compatibility test-cuda-build docs lint clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -25,10 +25,16 @@ quickstart: venv ## Train a small model on this machine
 	$(BIN)/lightning-fsdp2 quickstart $(ARGS)
 
 test: venv ## Run the tests that every change must pass
-	$(BIN)/python tools/run_fast.py $(ARGS)
+	$(BIN)/python tools/run_tests.py fast $(ARGS)
 
-test-all: venv ## Run all tests, go on where an interrupted run stopped, write docs/test-all.md
-	$(BIN)/python tools/run_all.py
+test-changed: venv ## Run the tests that a change can reach, the most likely to fail first, for ten minutes at most
+	$(BIN)/python tools/run_tests.py changed $(ARGS)
+
+test-all: venv ## Run all tests but those of a release, go on where an interrupted run stopped, write docs/test-all.md
+	$(BIN)/python tools/run_tests.py all $(ARGS)
+
+matrices: venv ## Run also whole matrices and the checks of a release, write docs/matrices.md
+	$(BIN)/python tools/run_tests.py matrices $(ARGS)
 
 parity: venv ## Compare all model families, with images too, on parallel layouts with one process, write docs/parity*.md and docs/models.md
 	$(BIN)/python tools/parity_matrix.py --output docs/parity.md
@@ -58,8 +64,8 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-torch-$*/constraints.txt
 	$(BIN)/python -m pip --python .venv-torch-$*/bin/python install -e '.[dev]' torch==$* \
 		-c .venv-torch-$*/constraints.txt
-	.venv-torch-$*/bin/python -m pytest tests/test_flags.py tests/test_flags_together.py $(ARGS)
-	.venv-torch-$*/bin/python -m pytest -m "not slow" tests/parallel tests/test_parallelizer.py tests/checkpoint \
+	.venv-torch-$*/bin/python -m pytest -m "not release" tests/test_flags.py tests/test_flags_together.py $(ARGS)
+	.venv-torch-$*/bin/python -m pytest -m "not (slow or release)" tests/parallel tests/test_parallelizer.py tests/checkpoint \
 		tests/compat/test_attention_kernels.py tests/strategies/test_context_parallel.py \
 		tests/strategies/test_hybrid_sharding.py tests/strategies/test_conformance.py tests/strategies/test_ddp.py \
 		tests/strategies/test_megatron_fsdp.py tests/managers $(ARGS)
@@ -76,7 +82,7 @@ test-cuda-build: venv ## Run steps on fake CUDA tensors with the CUDA build of t
 
 test-megatron-%: venv ## Run what stands on megatron-fsdp with another version of it, in .venv-megatron-VERSION
 	$(BIN)/python -m pip install --upgrade --no-deps --target .venv-megatron-$* megatron-fsdp==$*
-	PYTHONPATH=.venv-megatron-$* $(BIN)/python -m pytest -m "not slow" -k megatron tests/strategies tests/managers $(ARGS)
+	PYTHONPATH=.venv-megatron-$* $(BIN)/python -m pytest -m "not (slow or release)" -k megatron tests/strategies tests/managers $(ARGS)
 
 docs: venv ## Build the documentation into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
@@ -88,6 +94,6 @@ lint: docs ## Check style, format, types, launch scripts and images, and that th
 	$(BIN)/shellcheck --severity=warning examples/slurm/*.sbatch examples/torchrun/*.sh
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
-clean: ## Remove caches, builds and the ledgers of test-all and parity, but not the environments
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .test .test-all .parity build dist site *.egg-info
+clean: ## Remove caches, builds and the ledgers of tests and parity, but not the environments
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .test .parity build dist site *.egg-info
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

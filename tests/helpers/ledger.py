@@ -1,6 +1,7 @@
 """Work that is done two jobs at a time, each in a fork, and remembered for as long as what decides it is the same."""
 
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -33,12 +34,17 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        text = path.read_text() if path.exists() else ""
+        self.results: dict[str, dict[str, Any]] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Read what is in the file, to which another process may have added."""
+        text = self.path.read_text() if self.path.exists() else ""
         if text and not text.endswith("\n"):
             text = text[: text.rfind("\n") + 1]  # the last line was cut off
-            path.write_text(text)
+            self.path.write_text(text)
         lines = map(json.loads, text.splitlines())
-        self.results: dict[str, dict[str, Any]] = {line.pop("name"): line for line in lines}
+        self.results = {line.pop("name"): line for line in lines}
 
     def add(self, name: str, **result: Any) -> None:
         self.results[name] = result
@@ -88,6 +94,7 @@ def run_jobs(jobs: dict[str, Job], folder: Path) -> Iterator[tuple[str, int, flo
             running[_fork(job, folder / f"{name}.log")] = (name, time.monotonic())
             return
 
+    gc.freeze()  # so that collections in the jobs do not copy this process's pages
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for _ in range(STREAMS):

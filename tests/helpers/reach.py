@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = "lightning_fsdp2"
 
-RESULTS = ROOT / "docs" / "test-all.md"
-"""What a run of all tests writes, which decides nothing."""
+PAGE = ROOT / "docs" / "test-all.md"
+MATRICES_PAGE = ROOT / "docs" / "matrices.md"
+"""What runs of all tests and of whole matrices write, which decides nothing."""
 
 FOR_ALL = ("pyproject.toml", "constraints.txt")
 """Files that decide every test."""
@@ -24,22 +26,22 @@ NOT_FOLLOWED = ("__init__.py", "conftest.py")
 CLASS_PATH = re.compile(rf"{PACKAGE}(?:\.\w+)+")
 
 
-def find_reach(path: Path) -> frozenset[Path]:
-    """Return ``path`` and every file of the repository that it can reach.
+def find_reach(path: Path) -> dict[Path, int]:
+    """Return ``path`` and every file of the repository that it can reach, each with its distance in steps.
 
     Followed are imports, those inside of functions too; class paths in strings and configs; files and folders of the
     repository named in strings, such as ``"configs"``; and each ``conftest.py`` on the way down. A name that comes
     from the ``__init__.py`` of a package leads to the module that defines it, not to all that the package imports.
     """
-    reached: set[Path] = set()
-    waiting = [path, *(ROOT / name for name in FOR_ALL)]
-    waiting += [folder / "conftest.py" for folder in path.parents if folder.is_relative_to(ROOT)]
+    reached: dict[Path, int] = {}
+    for_all = [*(ROOT / name for name in FOR_ALL), *(folder / "conftest.py" for folder in path.parents)]
+    waiting = deque([(path, 0), *((file, 1) for file in for_all if file.is_relative_to(ROOT))])
     while waiting:
-        file = waiting.pop()
+        file, distance = waiting.popleft()
         if file not in reached and file.is_file():
-            reached.add(file)
-            waiting += _find_next(file)
-    return frozenset(reached)
+            reached[file] = distance
+            waiting += ((below, distance + 1) for below in _find_next(file))
+    return reached
 
 
 @cache
@@ -132,7 +134,7 @@ def _list_top() -> frozenset[str]:
 
 def _list_files(path: Path) -> list[Path]:
     files = [path] if path.is_file() else path.rglob("*")
-    return [file for file in files if file.suffix != ".pyc" and file != RESULTS]
+    return [file for file in files if file.suffix != ".pyc" and file not in (PAGE, MATRICES_PAGE)]
 
 
 def forget() -> None:

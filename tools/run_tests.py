@@ -1,0 +1,123 @@
+"""Run tests, two files at a time, and continue where an interrupted run stopped.
+
+``fast``, ``all`` and ``matrices`` run the tests of ``make test``, ``make test-all`` and ``make matrices``. Each test
+file has a ledger under ``.test/``, with a line for every finished test. The ledger's name is a hash of the versions
+and of all files that the test file can reach (:mod:`helpers.reach`). So after a change, only test files that can reach
+the changed files run again. Tests that have passed are left out. ``all`` and ``matrices`` write a page under ``docs/``.
+
+``changed`` runs those of ``all`` that a change can reach, the most likely to fail first, within a given time.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import conftest  # noqa: F401  imported once here, instead of in each fork
+import pytest
+from helpers.ledger import hold, run_jobs
+from helpers.reach import MATRICES_PAGE, PAGE, ROOT
+from helpers.results import OUTCOMES, TIERS, FileLedger, open_ledger, read_seconds
+
+from tools import result_pages
+from tools.changes import find_changed, order_by_likelihood
+
+FOLDER = ROOT / ".test"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tests that are left, and return 1 if a test failed or none ran."""
+    options, for_pytest = build_parser().parse_known_args(arguments)
+    if for_pytest:
+        left_out = {"fast": "slow or release", "matrices": "()"}.get(options.what, "release")
+        return int(pytest.main(["-m", f"not ({left_out})", *for_pytest]))
+    with hold(FOLDER):
+        files = sorted((ROOT / "tests").rglob("test_*.py"))
+        ledgers = [open_ledger(file, FOLDER) for file in files]
+        if options.again:
+            for ledger in ledgers:
+                ledger.clear()
+        if options.what == "changed":
+            return run_changed(ledgers, options)
+        return run_tier(ledgers, options.what)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line. Options that it does not know go to pytest, which then runs alone."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*TIERS, "changed"])
+    parser.add_argument("--again", action="store_true", help="also run tests that have passed")
+    parser.add_argument("--since", help="changed: the commit before the change; main, or else the last one, by default")
+    parser.add_argument("--seconds", type=float, default=600.0, help="changed: the time after which no test begins")
+    parser.add_argument("--list", action="store_true", help="changed: name the files, but run nothing")
+    return parser
+
+
+def run_tier(ledgers: list[FileLedger], tier: str) -> int:
+    """Run all tests of a tier that have not passed, the files that take longest first, and write the tier's page."""
+    start = time.monotonic()
+    kinds = TIERS[tier]
+    seconds = read_seconds(ledgers, kinds)
+    left = [ledger for ledger in ledgers if not ledger.is_done(kinds)]
+    left.sort(key=lambda ledger: -seconds.get(ledger.name, sys.maxsize))  # new files come before all others
+    print(f"{len(left)} of {len(ledgers)} test files to run", flush=True)
+    run_files([(ledger, kinds) for ledger in left], start)
+    spent = time.monotonic() - start
+    if tier == "all":
+        PAGE.write_text(result_pages.summarize(ledgers, spent, len(left)))
+    if tier == "matrices":
+        MATRICES_PAGE.write_text(result_pages.summarize_matrices(ledgers))
+    return conclude(ledgers, kinds, spent)
+
+
+def run_changed(ledgers: list[FileLedger], options: argparse.Namespace) -> int:
+    """Run what a change can reach, the most likely to fail first, until the time is over."""
+    start = time.monotonic()
+    seconds = {kind: read_seconds(ledgers, [kind]) for kind in TIERS["all"]}
+    order = order_by_likelihood(ledgers, find_changed(options.since))
+    # a file without slow tests is done with them
+    steps = [(ledger, kind) for ledger, kind in order if seconds[kind].get(ledger.name) != 0]
+    steps = [(ledger, kind) for ledger, kind in steps if not ledger.is_done([kind])]
+    if options.list:
+        for ledger, kind in steps:
+            print(f"{seconds[kind].get(ledger.name, 0):6.0f} s  {ledger.name}, {kind} tests")
+        return 0
+    run_files([(ledger, [kind]) for ledger, kind in steps], start, deadline=start + options.seconds)
+    for ledger, kind in steps:
+        if not ledger.is_done([kind]) and not ledger.list_failed([kind]):
+            print(f"not all run in {options.seconds:.0f} s: {ledger.name}, {kind} tests")
+    return conclude(list(dict.fromkeys(ledger for ledger, _ in order)), TIERS["all"], time.monotonic() - start)
+
+
+def run_files(steps: list[tuple[FileLedger, Sequence[str]]], start: float, deadline: float = float("inf")) -> None:
+    """Run each file's tests of the given kinds in a fork, print how each ended, and show the output of what failed."""
+    named = {f"{ledger.name}{'-slow' if kinds == ['slow'] else ''}": (ledger, kinds) for ledger, kinds in steps}
+    jobs = {name: partial(ledger.run, kinds, deadline) for name, (ledger, kinds) in named.items()}
+    for number, (name, status, seconds) in enumerate(run_jobs(jobs, FOLDER), 1):
+        ledger, kinds = named[name]
+        log = FOLDER / f"{name}.log"
+        ledger.note_end(status, log)
+        line = f"{number:3}/{len(jobs)}  {ledger.describe(kinds, seconds)}"
+        print(f"{time.monotonic() - start:6.0f} s  {line}", flush=True)
+        if ledger.list_failed(kinds):
+            print(log.read_text(errors="replace"), flush=True)
+
+
+def conclude(ledgers: Sequence[FileLedger], kinds: Sequence[str], seconds: float) -> int:
+    """Print what failed and the counts, and return the exit status."""
+    for ledger in ledgers:
+        print(*(f"failed: {test}\n" for test in ledger.list_failed(kinds)), sep="", end="")
+    counts = Counter(result["outcome"] for ledger in ledgers for result in ledger.select(kinds).values())
+    print(f"{seconds:.0f} s")
+    print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
+    return int(counts["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
