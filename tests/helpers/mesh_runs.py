@@ -48,6 +48,11 @@ class Case:
     strategy_class: Callable[..., Strategy] = FSDP2Strategy
     strategy: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_float32(self) -> bool:
+        """Whether nothing of it is computed in another dtype."""
+        return self.precision == "32-true" and getattr(self.strategy.get("config"), "autocast_dtype", None) is None
+
 
 def check_parity(case: Case) -> None:
     """Train on this rank's mesh and alone, and compare; call it on every rank of ``run_ranks``."""
@@ -56,8 +61,7 @@ def check_parity(case: Case) -> None:
         dp_size = torch.distributed.get_world_size() // (
             case.strategy.get("tp_size", 1) * case.strategy.get("cp_size", 1) * case.strategy.get("pp_size", 1)
         )
-        autocast_dtype = getattr(case.strategy.get("config"), "autocast_dtype", None)
-        if case.precision == "32-true" and autocast_dtype is None:
+        if case.is_float32:
             assert_equal_runs(actual, train_alone(case, actual.initial, dp_size))
         else:
             assert_bf16_gradients(case, actual, dp_size)
@@ -66,7 +70,7 @@ def check_parity(case: Case) -> None:
 def train_on_mesh(case: Case) -> Record:
     """Train through the Trainer with the strategy and return what this rank saw."""
     module = case.make_module()
-    recorder, logger = _Recorder(), MetricsLogger()
+    recorder, logger = _Recorder(keeps_trajectory=not case.is_float32), MetricsLogger()
     trainer = make_trainer(
         case.strategy_class(**case.strategy),
         precision=case.precision,
@@ -172,13 +176,20 @@ class RankBatches(pl.LightningDataModule):
 
 
 class _Recorder(pl.Callback):
-    """Records what a user's own callback would see in ``on_before_optimizer_step``, which precedes clipping."""
+    """Records what a user's own callback would see in ``on_before_optimizer_step``, which precedes clipping.
+
+    The weights of each step are gathered only where they are asked for, because that takes as long as the step.
+    """
+
+    def __init__(self, *, keeps_trajectory: bool) -> None:
+        self.keeps_trajectory = keeps_trajectory
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.record = Record(initial=whole_of_stages(module.model.state_dict(), trainer))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        self.record.trajectory.append(whole_of_stages(module.model.state_dict(), trainer))
+        if self.keeps_trajectory:
+            self.record.trajectory.append(whole_of_stages(module.model.state_dict(), trainer))
         gradients = {name: p.grad for name, p in module.model.named_parameters() if p.grad is not None}
         self.record.gradients.append(whole_of_stages(gradients, trainer))
 

@@ -33,7 +33,7 @@ class Record:
     """Weights and buffers."""
 
     trajectory: list[dict[str, Tensor]] = field(default_factory=list)
-    """The same where the gradients of each step were computed."""
+    """The same where the gradients of each step were computed, of runs that are not in float32."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
