@@ -1,7 +1,7 @@
 """A sample of `make parity`'s models that see images: gradients over micro-batches are those of one process."""
 
 import pytest
-from helpers.ranks import RankError
+from helpers.ranks import raises_on_all_ranks
 from helpers.vision import get_family
 from helpers.vision_families import FAMILIES, NOT_BUILT
 from helpers.vision_parity import measure_vision_parity
@@ -28,7 +28,7 @@ def test_gradients_are_those_of_one_process(family: str, layout: str) -> None:
 
 @pytest.mark.parametrize("family", ["granite4_vision", "qwen3_vl"])
 def test_images_between_the_layers_refuse_sequence_parallelism(family: str) -> None:
-    with pytest.raises(RankError, match="features of its images"):
+    with raises_on_all_ranks(ValueError, match="features of its images"):
         measure_vision_parity(family, "tp2+sp")
 
 

@@ -19,7 +19,7 @@ from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.mesh_runs import Case, MetricsLogger, check_parity
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss, whole
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import raises_on_all_ranks, run_ranks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -507,7 +507,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_before_the_first_step
     def run() -> None:
         make_trainer().fit(CausalLM(config=LLAMA), datamodule=Data())
 
-    with pytest.raises(RankError, match=r"tokenizer has 102 tokens, but the model's vocab_size is 101"):
+    with raises_on_all_ranks(ValueError, match=r"tokenizer has 102 tokens, but the model's vocab_size is 101"):
         run_ranks(run, 2)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.cases import make_case
 from helpers.mesh_runs import check_parity
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 from helpers.user_modules import (
     WORLD,
     Batch,
@@ -64,7 +64,7 @@ def test_parameters_without_a_gradient_are_explained() -> None:
     def fit(**flags: Any) -> None:
         make_trainer(DDPStrategy(DDPConfig(**flags))).fit(SkipsABlock(), make_loader(make_batches(2 * WORLD)))
 
-    with pytest.raises(RankError, match=r"freeze them, or set DDPConfig\(find_unused_parameters=True\)"):
+    with raises_on_all_ranks(RuntimeError, match=r"freeze them, or set DDPConfig\(find_unused_parameters=True\)"):
         run_ranks(fit, WORLD)
     run_ranks(lambda: fit(find_unused_parameters=True), WORLD)
 

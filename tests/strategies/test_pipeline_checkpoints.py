@@ -12,7 +12,7 @@ import torch
 from helpers.mesh_runs import RankBatches, whole_of_stages
 from helpers.models import make_causal_lm, make_token_batches
 from helpers.pipelines import CONFIGS
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import raises_on_all_ranks, run_ranks
 from helpers.recorder import Recorder
 from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -132,7 +132,7 @@ def test_stages_with_other_numbers_of_groups_are_refused_before_the_first_step()
     def run() -> None:
         fit(Dropping(config=CONFIGS["llama"]))
 
-    with pytest.raises(RankError, match=r"other numbers of parameter groups on each stage \(\[\[2\], \[1\]\]\)"):
+    with raises_on_all_ranks(ValueError, match=r"other numbers of parameter groups on each stage \(\[\[2\], \[1\]\]\)"):
         run_ranks(run, 2)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.models import make_causal_lm, make_token_batches
 from helpers.pipelines import CONFIGS
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
@@ -231,24 +231,37 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("make_module", "options", "message"),
     [
-        slow(CallsPart, {}, "LlamaModel, a part of LlamaForCausalLM, is called by itself"),
         slow(ValidatesPart, {"validates": True}, "LlamaModel, a part of LlamaForCausalLM, is called by itself"),
-        (
-            ReadsEmbedding,
-            {},
-            "this rank cannot read its `weight` outside of the model's forward, because .*embed_tokens",
-        ),
-        slow(EmbedsInValidation, {"validates": True}, "this rank cannot call it outside of the model's forward"),
         (TakesIterator, {}, "`training_step` of TakesIterator takes a `dataloader_iter`"),
-        slow(CountsItems, {}, "passes num_items_in_batch to LlamaForCausalLM, but .*token_mean_loss"),
-        slow(WaitsForAll, {}, r"a step calls `strategy.barrier`, .* in a hook instead"),
-        slow(LogsVector, {}, r"`self.log\('vector', ...\)` .* gets a tensor of the shape \(3,\)"),
-        slow(ReturnsList, {}, "as the loss of a micro-batch, but the other stages wait"),
         (Module, {"callbacks": [Unfreezes()]}, "Unfreezes unfreezes layers and adds groups to the optimizer"),
     ],
 )
 def test_what_would_be_wrong_is_refused(
     make_module: Callable[[], pl.LightningModule], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RankError, match=message):
+    with raises_on_all_ranks(ValueError, match=message):
         run_ranks(lambda: fit(make_module(), **options), 2)
+
+
+@pytest.mark.parametrize(
+    ("make_module", "options", "message"),
+    [
+        slow(CallsPart, {}, "LlamaModel, a part of LlamaForCausalLM, is called by itself"),
+        (
+            ReadsEmbedding,
+            {},
+            "this rank cannot read its `weight` outside of the model's forward, because .*embed_tokens",
+        ),
+        slow(EmbedsInValidation, {"validates": True}, "this rank cannot call it outside of the model's forward"),
+        slow(CountsItems, {}, "passes num_items_in_batch to LlamaForCausalLM, but .*token_mean_loss"),
+        slow(WaitsForAll, {}, r"a step calls `strategy.barrier`, .* in a hook instead"),
+        slow(LogsVector, {}, r"`self.log\('vector', ...\)` .* gets a tensor of the shape \(3,\)"),
+        slow(ReturnsList, {}, "as the loss of a micro-batch, but the other stages wait"),
+    ],
+)
+def test_what_one_stage_alone_sees_is_refused(
+    make_module: Callable[[], pl.LightningModule], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(lambda: fit(make_module(), **options), 2, patience=0)
+    assert isinstance(caught.value.cause, ValueError)

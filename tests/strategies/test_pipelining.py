@@ -14,7 +14,7 @@ from helpers.mesh_runs import Case, MetricsLogger, check_parity, whole_of_stages
 from helpers.models import make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE
 from helpers.pipelines import CONFIGS, LoggingModule
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 from helpers.user_modules import make_trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
@@ -316,81 +316,48 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
         (Module, {}, cut(1), "pp_size=2 divides the rows .* only one row"),
         (CausalLM, {}, cut(1), "pp_size=2 divides the rows .* only one row"),
         (Module, {"pp_microbatches": 3}, cut(4), "pp_microbatches=3 does not divide the 4 rows .*drop_last"),
-        pytest.param(
-            ReturnsNone,
-            {},
-            cut(4),
-            "`training_step` returned None as the loss of a micro-batch",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(CallsTwice, {}, cut(4), "calls LlamaForCausalLM more than once", marks=pytest.mark.slow),
-        pytest.param(CallsNothing, {}, cut(4), "the step did not run LlamaForCausalLM", marks=pytest.mark.slow),
-        pytest.param(
-            LogsMetric,
-            {},
-            cut(4),
-            r"`self.log\('mean', ...\)` in `training_step` gets a MeanMetric",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            LosesTheGraph,
-            {},
-            cut(4),
-            "as the loss of a micro-batch, but the other stages wait for its gradient",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            AsksForRouterLogits, {}, cut(4), "output_router_logits=True, but each rank has only", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            TrimsBatches,
-            {"pp_microbatches": 2},
-            cut(4),
-            "A step must not change the length or the dtype of its micro-batch",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            AsksForCache, {}, cut(4), "use_cache=True, but each rank has only the results", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            partial(SkipsLayers, 1),
-            {},
-            cut(4),
-            "OPTForCausalLM skipped a layer, whose output the next one needs",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(partial(SkipsLayers, 0), {}, cut(4), "OPTForCausalLM skipped a layer", marks=pytest.mark.slow),
-        pytest.param(
-            LogsWithLambda,
-            {},
-            cut(4),
-            r"`self.log\('largest', ..., reduce_fx=.* cannot be sent to the other stages",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            OptimisesFromWithin,
-            {},
-            cut(4),
-            "of OptimisesFromWithin finds no trainable parameters",
-            marks=pytest.mark.slow,
-        ),
         (GroupsByLayer, {}, cut(4), "`configure_optimizers` of GroupsByLayer makes other numbers of parameter groups"),
         (UpdatesMetric, {}, cut(4), "updates the metric 'late' after the model"),
-        pytest.param(
-            AsksForHiddenStates, {}, cut(4), "output_hidden_states=True, but each rank has only", marks=pytest.mark.slow
-        ),
     ],
 )
 def test_what_a_pipeline_cannot_train_is_refused(
     make_module: Callable[[], pl.LightningModule], flags: dict[str, Any], batches: Any, message: str
 ) -> None:
-    def run() -> None:
-        module = CausalLM(config=CONFIGS["llama"]) if make_module is CausalLM else make_module()
-        trainer = make_trainer(FSDP2Strategy(pp_size=2, config=FSDP2Config(**flags)), max_steps=1)
-        trainer.fit(module, DataLoader(batches, batch_size=None))
+    with raises_on_all_ranks(ValueError, match=message):
+        run_ranks(try_to_train, 2, make_module, flags, batches)
 
-    with pytest.raises(RankError, match=message):
-        run_ranks(run, 2)
+
+def try_to_train(make_module: Callable[[], pl.LightningModule], flags: dict[str, Any], batches: Any) -> None:
+    module = CausalLM(config=CONFIGS["llama"]) if make_module is CausalLM else make_module()
+    trainer = make_trainer(FSDP2Strategy(pp_size=2, config=FSDP2Config(**flags)), max_steps=1)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make_module", "flags", "message"),
+    [
+        (ReturnsNone, {}, "`training_step` returned None as the loss of a micro-batch"),
+        (CallsTwice, {}, "calls LlamaForCausalLM more than once"),
+        (CallsNothing, {}, "the step did not run LlamaForCausalLM"),
+        (LogsMetric, {}, r"`self.log\('mean', ...\)` in `training_step` gets a MeanMetric"),
+        (LosesTheGraph, {}, "as the loss of a micro-batch, but the other stages wait for its gradient"),
+        (AsksForRouterLogits, {}, "output_router_logits=True, but each rank has only"),
+        (TrimsBatches, {"pp_microbatches": 2}, "A step must not change the length or the dtype of its micro-batch"),
+        (AsksForCache, {}, "use_cache=True, but each rank has only the results"),
+        (partial(SkipsLayers, 1), {}, "OPTForCausalLM skipped a layer, whose output the next one needs"),
+        (partial(SkipsLayers, 0), {}, "OPTForCausalLM skipped a layer"),
+        (LogsWithLambda, {}, r"`self.log\('largest', ..., reduce_fx=.* cannot be sent to the other stages"),
+        (OptimisesFromWithin, {}, "of OptimisesFromWithin finds no trainable parameters"),
+        (AsksForHiddenStates, {}, "output_hidden_states=True, but each rank has only"),
+    ],
+)
+def test_what_one_stage_alone_sees_is_refused(
+    make_module: Callable[[], pl.LightningModule], flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(try_to_train, 2, make_module, flags, cut(4), patience=0)
+    assert isinstance(caught.value.cause, ValueError)
 
 
 # ---------------------------------------------------------------------- random numbers
