@@ -1,0 +1,49 @@
+"""A test that is not marked slow and uses too much of the processor fails by itself."""
+
+from pathlib import Path
+
+import pytest
+from helpers import limits
+
+SPIN = "end = time.process_time() + 0.05\n    while time.process_time() < end: pass\n"
+CHILD = "subprocess.run([sys.executable, '-S', '-c', 'sum(range(5_000_000))'], check=True)\n"
+WAIT = "time.sleep(0.1)\n"
+
+
+@pytest.mark.parametrize(
+    ("mark", "body", "failures"),
+    [("", SPIN, 1), ("", CHILD, 1), ("", WAIT, 0), ("@pytest.mark.slow", SPIN, 0), ("@pytest.mark.release", SPIN, 0)],
+)
+def test_it_fails(mark: str, body: str, failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_test(mark, body, tmp_path, monkeypatch)
+    assert result.failures == failures
+
+
+def test_a_slow_machine_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "measure_slowness", lambda: 100.0)
+    assert run_test("", SPIN, tmp_path, monkeypatch).failures == 0
+
+
+class Result:
+    """A pytest plugin that counts calls and failures."""
+
+    calls = failures = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.calls += report.when == "call"
+        if report.failed:
+            assert report.when == "teardown"
+            assert "a test may use 0.04, unless it is marked slow" in report.longreprtext
+            self.failures += 1
+
+
+def run_test(mark: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+    monkeypatch.setattr(limits, "LIMIT_SECONDS", 0.04)
+    path = folder / "test_spin.py"
+    path.write_text(f"import pytest, subprocess, sys, time\n{mark}\ndef test_it():\n    {body}")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: .\n    release: .\n")
+    result = Result()
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    pytest.main([str(path), *options], plugins=[limits, result])
+    assert result.calls == 1
+    return result
