@@ -326,6 +326,28 @@ def test_users_own_modules_train_under_bf16_mixed(kind: type[LinearOnModule]) ->
     run_ranks(run, 2)
 
 
+class ListOnModule(LinearOnModule):
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.dtypes: list[torch.dtype] = []
+
+    def loss(self, batch: Batch) -> Tensor:
+        hidden = batch["floats"]
+        for block in self.blocks:
+            hidden = block(hidden)
+            self.dtypes.append(hidden.dtype)
+        return F.mse_loss(hidden.mean(-1).float(), batch["targets"])
+
+
+def test_layers_of_a_list_on_the_module_return_bfloat16() -> None:
+    def run() -> None:
+        module = ListOnModule()
+        make_trainer(precision="bf16-mixed", max_steps=1).fit(module, make_loader(make_batches(2)))
+        assert module.dtypes == [BF16, BF16]
+
+    run_ranks(run, 2)
+
+
 # ---------------------------------------------------------------------- what is refused
 
 CONTRADICTIONS: list[tuple[Any, dict[str, str], str]] = [
