@@ -39,11 +39,11 @@ class Result:
 
 def run_test(mark: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
     monkeypatch.setattr(limits, "LIMIT_SECONDS", 0.04)
-    path = folder / "test_spin.py"
+    path = folder / f"test_{folder.name}.py"  # Python keeps imported files by their names
     path.write_text(f"import pytest, subprocess, sys, time\n{mark}\ndef test_it():\n    {body}")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: .\n    release: .\n")
     result = Result()
-    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    options = ["-q", "-p", "no:cacheprovider"]
     pytest.main([str(path), *options], plugins=[limits, result])
     assert result.calls == 1
     return result
