@@ -50,6 +50,7 @@ def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str
     }
 
 
+@pytest.mark.guarantees("complete-recipes")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=recipe.marks) for name, recipe in RECIPES.items()])
 def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, config = RECIPES[name], make_toy(name)
@@ -170,6 +171,7 @@ def format_count(count: int) -> str:
     return f"{count / size:.2f} {unit}"
 
 
+@pytest.mark.guarantees("table-of-recipes")
 @pytest.mark.parametrize(
     "name", ["pretrain_llama3_8b_fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
@@ -254,5 +256,6 @@ def test_the_command_for_fewer_gpus_validates_behind_as_many_steps() -> None:
     assert interval == 500 * get_accumulation("pretrain_llama3_8b_fsdp2", devices)
 
 
+@pytest.mark.guarantees("table-of-recipes")
 def test_every_file_is_a_recipe_of_the_table() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RECIPES, "quickstart"}

@@ -13,6 +13,7 @@ CELLS = {
 }
 
 
+@pytest.mark.guarantees("sample-of-comparisons")
 @pytest.mark.parametrize("strength", [2, 3])
 def test_every_combination_of_the_whole_is_in_the_chosen(strength: int) -> None:
     matrix = Matrix("example", CELLS, strength=strength)
@@ -33,6 +34,7 @@ def test_cheap_cells_are_preferred() -> None:
     assert Matrix("example", cells, costs={"dear": 8.0}).chosen == {"cheap"}
 
 
+@pytest.mark.guarantees("sample-of-comparisons")
 def test_marks_say_who_runs_a_cell() -> None:
     cells = {"fast": {"a": 1, "b": 1}, "failed": {"a": 1, "b": 1}, "new": {"a": 2, "b": 1}, "same": {"a": 2, "b": 1}}
     matrix = Matrix("example", cells, fast=["fast"], always=["failed"])

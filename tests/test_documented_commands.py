@@ -102,6 +102,7 @@ DOCUMENTED = [(name, *command) for name, text in get_texts().items() for command
 ONLY_PARSED = {text for _, text, comment in DOCUMENTED if "needs GPUs" in comment or COMMANDS.get(text) == PARSED}
 
 
+@pytest.mark.guarantees("pages-are-measured")
 def test_each_is_run_by_a_test_or_marked() -> None:
     assert len(DOCUMENTED) > 30
     loose = [
@@ -208,6 +209,7 @@ def run_command(command: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
+@pytest.mark.guarantees("page-as-written")
 @pytest.mark.slow
 @pytest.mark.usefixtures("_run_yaml")
 @pytest.mark.parametrize(
@@ -238,6 +240,7 @@ def test_a_page_trains_goes_on_and_exports(page: str, expected: list[str]) -> No
     assert AutoModelForCausalLM.from_pretrained("my-model").num_parameters() > 0
 
 
+@pytest.mark.guarantees("evaluated-checkpoints")
 @pytest.mark.slow
 @pytest.mark.usefixtures("_run_yaml")
 def test_a_checkpoint_is_evaluated() -> None:

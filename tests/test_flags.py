@@ -30,6 +30,7 @@ def defaults() -> dict[str, Any]:
     return run_ranks(run, 2)[0]
 
 
+@pytest.mark.guarantees("effects-of-flags", "list-of-flags", "deferred-reduction", "flags-are-asserted")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_value_of_a_flag_has_the_figures_of_the_page(
     setting: Setting, compile_without_code: None, defaults: dict[str, Any]
@@ -46,10 +47,12 @@ STAGES = [
 ]
 
 
+@pytest.mark.guarantees("effects-of-flags")
 @pytest.mark.parametrize("setting", STAGES)
 def test_a_value_of_a_flag_of_pipelines_has_the_figures_of_the_page(setting: Setting) -> None:
     assert run_ranks(measure_stages, setting.ranks, setting)[0] == setting.figures
 
 
+@pytest.mark.guarantees("effects-of-flags", "flags-page")
 def test_the_page_says_so() -> None:
     assert PAGE.read_text() == make_page(), "run `python tools/flags.py`"

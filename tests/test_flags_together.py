@@ -63,6 +63,7 @@ FAST = (3, 10, 12, 16, 18, 20)
 """Rows that every change runs: each value of every flag, but for some of the meshes."""
 
 
+@pytest.mark.guarantees("flags-together")
 def test_every_pair_of_values_occurs() -> None:
     for (first, values), (second, others) in combinations(VALUES.items(), 2):
         impossible = len(values) - 1 if (first, second) == ("mesh", "reshard_after_forward") else 0
@@ -74,6 +75,7 @@ def describe(row: dict[str, Any]) -> str:
     return "-".join(f"{name}={value}" for name, value in row.items())
 
 
+@pytest.mark.guarantees("flags-together")
 @pytest.mark.parametrize(
     "row",
     [

@@ -6,6 +6,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import lightning_fsdp2
 
 NAME = "lightning_fsdp2"
@@ -85,16 +87,19 @@ def get_floor(name: str) -> int:
     return floor
 
 
+@pytest.mark.guarantees("floors")
 def test_imports_go_down() -> None:
     arrows = [(name, other) for name, others in get_imports().items() for other in others if name != "__init__"]
     between = [(name, other) for name, other in arrows if get_part(name) != get_part(other)]
     assert [(name, other) for name, other in between if get_floor(other) >= get_floor(name)] == []
 
 
+@pytest.mark.guarantees("floors")
 def test_no_file_imports_itself_by_others() -> None:
     list(TopologicalSorter(get_imports()).static_order())  # a CycleError names the circle
 
 
+@pytest.mark.guarantees("few-arrows")
 def test_kinds_of_parallelism_know_little_of_each_other() -> None:
     arrows = {
         (name.removeprefix("parallel."), other.removeprefix("parallel."))

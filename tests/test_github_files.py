@@ -42,6 +42,7 @@ def test_actions_are_pinned_by_commit() -> None:
     assert [line for line in uses if not line.startswith("./") and not pinned.fullmatch(line)] == []
 
 
+@pytest.mark.guarantees("versions")
 def test_ci_makes_targets_that_exist_and_tries_the_versions_of_torch_that_the_readme_names() -> None:
     jobs = yaml.safe_load((GITHUB / "workflows/ci.yml").read_text())["jobs"]["make"]["strategy"]["matrix"]["include"]
     targets = [job["target"] for job in jobs]

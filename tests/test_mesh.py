@@ -53,6 +53,7 @@ def resolve(world_size: int, options: dict[str, Any]) -> MeshSizes:
     return ParallelSizes(**sizes).resolve(world_size=world_size, num_nodes=options.get("num_nodes", 1))
 
 
+@pytest.mark.guarantees("axes-of-the-mesh")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -105,6 +106,7 @@ def test_sizes_of_sixteen_ranks_with_a_pipeline(options: dict[str, Any], expecte
     assert sizes.stage == 16 // expected[0]
 
 
+@pytest.mark.guarantees("axes-of-the-mesh")
 @pytest.mark.parametrize(
     ("world_size", "options", "message"),
     [
@@ -585,6 +587,7 @@ def test_a_plain_script_gets_a_group_of_one_process_on_its_machines_device(confi
     run_ranks(run, 1, group=False)
 
 
+@pytest.mark.guarantees("bound-devices")
 @pytest.mark.parametrize(
     ("chosen", "devices", "index"), [(0, 8, 1), (3, 8, 3), (0, 1, 0)], ids=["local rank", "chosen", "only one"]
 )
@@ -669,6 +672,7 @@ def test_a_group_that_exists_is_used_and_counts_as_the_world() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("seeded-groups")
 @pytest.mark.slow
 def test_a_group_that_was_made_here_ends_with_the_process() -> None:
     script = (

@@ -71,6 +71,7 @@ def test_a_pipeline_axis_of_other_software_is_refused(name: str) -> None:
     run_ranks(run, 4)
 
 
+@pytest.mark.guarantees("pipeline-limits")
 def test_other_managers_refuse_a_mesh_with_stages() -> None:
     def run() -> None:
         mesh = create_device_mesh(device_type="cpu", pp_size=2)

@@ -9,6 +9,7 @@ import pytest
 from lightning_fsdp2._moved import MOVED, UNTIL
 
 
+@pytest.mark.guarantees("old-paths")
 @pytest.mark.parametrize("old", MOVED)
 def test_an_old_path_leads_to_the_new_one_with_a_warning(old: str) -> None:
     sys.modules.pop(old, None)

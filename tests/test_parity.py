@@ -40,6 +40,7 @@ MATRIX = Matrix(
 )
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients", "bfloat16-gradients", "token-mean", "several-families")
 @pytest.mark.parametrize("cell", MATRIX.list_parameters({name: (cell,) for name, cell in CELLS.items()}))
 def test_losses_gradients_norm_and_weights_are_those_of_one_process(cell: dict[str, Any]) -> None:
     world_size, sizes, flags = MESHES[cell["mesh"]]
@@ -95,6 +96,7 @@ def make_bert() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     return BertForMaskedLM(BertConfig(**ENCODER, vocab_size=101)), make_token_batches(6, ragged=False)
 
 
+@pytest.mark.guarantees("other-losses", "architectures-under-data-parallelism")
 @pytest.mark.parametrize(
     "make",
     [make_vit, make_t5, pytest.param(make_bert, marks=pytest.mark.slow)],

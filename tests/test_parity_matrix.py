@@ -70,6 +70,7 @@ PIPELINE_SAMPLE = (
 PIPELINE_SLOW = ("opt", "bloom", "qwen3_next", "deepseek_v3", "gpt_oss")
 
 
+@pytest.mark.guarantees("pipeline-parallel-families")
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=pytest.mark.slow if family in PIPELINE_SLOW else ()) for family in PIPELINE_SAMPLE],
@@ -79,12 +80,14 @@ def test_a_family_trains_as_in_one_process_over_stages(family: str) -> None:
     assert measure_parity(family, layout) < 1e-5
 
 
+@pytest.mark.guarantees("refused-pipeline-families")
 def test_a_family_that_cannot_be_divided_is_refused_with_the_reason() -> None:
     with pytest.raises(RankError) as error:
         measure_parity("gemma3n_text", "pp2")
     assert "layers.0" in str(get_optional_refusal("gemma3n_text", error.value))
 
 
+@pytest.mark.guarantees("context-parallel-families")
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=pytest.mark.slow if family in CONTEXT_SLOW else ()) for family in CONTEXT_SAMPLE],
@@ -94,6 +97,7 @@ def test_a_family_trains_as_in_one_process_on_parts_of_its_sequences(family: str
     assert measure_parity(family, layout) < 1e-5
 
 
+@pytest.mark.guarantees("families-with-a-plan")
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=pytest.mark.slow if family in SLOW else ()) for family in SAMPLE]
 )
@@ -102,6 +106,7 @@ def test_a_family_trains_as_in_one_process(family: str) -> None:
     assert measure_parity(family, layout) < 1e-5
 
 
+@pytest.mark.guarantees("families-with-a-plan")
 def test_no_family_with_a_plan_is_forgotten() -> None:
     with_plan = {family for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_plan(family)}
     assert with_plan - set(NOT_BUILT) <= set(FAMILIES)

@@ -35,6 +35,7 @@ def get_initial_loss(folder: Path, arguments: str) -> str:
     return losses[0]
 
 
+@pytest.mark.guarantees("quickstart-layouts")
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", CHANGES)
 def test_the_loss_before_training_is_that_of_one_process(

@@ -72,6 +72,7 @@ def measure(kind: str, layers: int) -> int:
     return module.bytes
 
 
+@pytest.mark.guarantees("activations-of-recipes")
 @pytest.mark.parametrize(
     "kind", ["fsdp2", "ddp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[2:])]
 )

@@ -125,6 +125,7 @@ def check_artifacts(name: str, folder: Path, *runs: WandbRun) -> None:
         assert "latest" in artifact.aliases
 
 
+@pytest.mark.guarantees("complete-recipes")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=RECIPES[name].marks) for name in LEARNED],

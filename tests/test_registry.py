@@ -19,6 +19,7 @@ def test_the_trainer_takes_the_short_name(name: str) -> None:
     assert (getattr(strategy.config, "offload_policy", None) is not None) == (name == "fsdp2_offload")
 
 
+@pytest.mark.guarantees("fabric")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_fabric_points_to_the_plain_loop(name: str) -> None:
     with pytest.raises(ValueError, match=rf"Fabric\(strategy='{name}'\).*Manager, as examples/plain_loop.py does"):

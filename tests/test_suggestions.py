@@ -32,6 +32,7 @@ def test_the_nearest_word(word: str, words: list[str], nearest: str | None) -> N
     assert suggest(word, words, cutoff=0.65) == (f"; did you mean {nearest!r}?" if nearest else "")
 
 
+@pytest.mark.guarantees("names-of-other-software")
 def test_every_name_of_other_software_leads_to_an_option() -> None:
     elsewhere = {name: here for name, here in _ELSEWHERE.items() if "." not in here}
     assert set(elsewhere.values()) <= OWN | inspect.signature(ModelCheckpoint).parameters.keys()

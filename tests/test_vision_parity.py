@@ -8,6 +8,7 @@ from helpers.vision_parity import measure_vision_parity
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
+@pytest.mark.guarantees("families-with-images")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -26,12 +27,14 @@ def test_gradients_are_those_of_one_process(family: str, layout: str) -> None:
     assert measure_vision_parity(family, layout) <= 1e-5
 
 
+@pytest.mark.guarantees("sequence-parallel-images")
 @pytest.mark.parametrize("family", ["granite4_vision", "qwen3_vl"])
 def test_images_between_the_layers_refuse_sequence_parallelism(family: str) -> None:
     with raises_on_all_ranks(ValueError, match="features of its images"):
         measure_vision_parity(family, "tp2+sp")
 
 
+@pytest.mark.guarantees("families-with-images")
 def test_no_family_that_sees_images_is_forgotten() -> None:
     listed = {get_family(name) for name in FAMILIES} | NOT_BUILT.keys()
     assert MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() <= listed

@@ -50,6 +50,7 @@ def test_what_one_process_has_to_do_is_what_can_be_computed_by_hand() -> None:
     assert alone.traffic == 0
 
 
+@pytest.mark.guarantees("equal-work", "share-of-work")
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "ranks"), MESHES)
 def test_every_rank_has_its_share_and_no_more(method: str, ranks: int) -> None:

@@ -40,6 +40,7 @@ def plan(ep_size: int) -> RankPlan:
     return memory.plan(make_run(TINY, RANKS, ep_size, SIZES), VARIANT)
 
 
+@pytest.mark.guarantees("experts-by-hand")
 @pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_what_a_rank_sends(ep_size: int) -> None:
@@ -58,6 +59,7 @@ def test_what_a_rank_sends(ep_size: int) -> None:
     assert sent.get(("reduce-scatter", "efsdp"), 0) == REDUCED / RANKS * others
 
 
+@pytest.mark.guarantees("bytes-at-rest")
 @pytest.mark.slow
 def test_every_rank_holds_as_many_weights() -> None:
     assert plan(1).peak[WEIGHTS] == plan(2).peak[WEIGHTS]

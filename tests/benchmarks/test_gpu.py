@@ -34,6 +34,7 @@ def read_parts(folder: Path, name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the commands
 
 
+@pytest.mark.guarantees("gpu-commands")
 @pytest.mark.parametrize(
     "parts",
     [
@@ -55,6 +56,7 @@ def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
     assert all(f"| {name} | done |" in page for name in parts)
 
 
+@pytest.mark.guarantees("gpu-commands")
 @pytest.mark.parametrize(
     "parts",
     [
@@ -76,6 +78,7 @@ def test_speed_is_measured(parts: list[str], tmp_path: Path, compile_without_cod
         assert list(tmp_path.glob("step*.json.gz"))
 
 
+@pytest.mark.guarantees("decisions-of-parts")
 def test_every_part_is_documented_and_says_what_it_decides() -> None:
     text = README.read_text()
     for one in (*check.PARTS, *speed.PARTS):
@@ -137,6 +140,7 @@ def long(args: argparse.Namespace) -> Iterator[Sequence[Table]]:
     yield
 
 
+@pytest.mark.guarantees("decisions-of-parts")
 def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
     succeeded, found = run_toys([failing, good], tmp_path)
     assert not succeeded
@@ -148,6 +152,7 @@ def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path)
     assert "ValueError: of the toy" in (tmp_path / "failing.log").read_text()
 
 
+@pytest.mark.guarantees("budgets")
 def test_no_part_is_started_that_cannot_end_within_the_budget(tmp_path: Path) -> None:
     succeeded, found = run_toys([long, good], tmp_path)
     assert succeeded
@@ -301,6 +306,7 @@ class WrongStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, *args, **kwargs)
 
 
+@pytest.mark.guarantees("losses-of-two-strategies")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_a_strategy_is_compared_with_fsdp2(strategy: str) -> None:
@@ -311,6 +317,7 @@ def test_a_strategy_is_compared_with_fsdp2(strategy: str) -> None:
     assert ("differ from them by 0.00e+00" in report) == (strategy == "fsdp2")
 
 
+@pytest.mark.guarantees("losses-of-two-strategies")
 @pytest.mark.slow
 def test_other_losses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(many.COMPARED, "ddp", WrongStrategy)

@@ -43,6 +43,7 @@ def plan(name: str, tp_size: int) -> RankPlan:
     return memory.plan(Run(TINY, ranks=4, tp_size=tp_size, sequence_length=2048), VARIANTS[name])
 
 
+@pytest.mark.guarantees("memory-by-hand")
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_can_be_computed_by_hand(tp):
@@ -61,6 +62,7 @@ def test_checkpointing_saves_activations():
     assert activations == sorted(set(activations))
 
 
+@pytest.mark.guarantees("chunked-loss")
 @pytest.mark.slow
 def test_chunked_loss_saves_logits():
     assert plan("full AC, chunked loss", 1).peak_bytes < plan("full AC", 1).peak_bytes
@@ -78,6 +80,7 @@ def test_offload_takes_shards_and_optimizer_off_the_device():
     assert kept.peak_bytes - offloaded.peak_bytes >= kept.peak[WEIGHTS] + kept.peak[OPTIMIZER_STATES]
 
 
+@pytest.mark.guarantees("planned-and-trained")
 def test_a_plan_is_what_processes_use(tmp_path):
     run, variant = Run(TINY, ranks=2, tp_size=1, sequence_length=512), VARIANTS["baseline"]
     added = memory.count_added(memory.plan(run, variant))

@@ -26,18 +26,21 @@ def read_row(name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
+@pytest.mark.guarantees("table-of-plans")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_page_says_what_its_commands_say(name: str) -> None:
     assert read_row(name) == build_row(name, plan(COMMANDS[name]))
 
 
+@pytest.mark.guarantees("published-runs")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MATCHED)  # the others cost as much again and decide nothing
 def test_the_page_says_of_published_runs_what_their_commands_say(name: str) -> None:
     assert read_row(name) == build_published_row(name, plan(PUBLISHED_COMMANDS[name]))
 
 
+@pytest.mark.guarantees("published-pipelines")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", PIPELINE_COMMANDS)
@@ -45,6 +48,7 @@ def test_the_page_says_of_pipelines_what_their_commands_say(name: str) -> None:
     assert read_row(name) == build_pipeline_row(name, plan(PIPELINE_COMMANDS[name]))
 
 
+@pytest.mark.guarantees("published-pipelines")
 @pytest.mark.parametrize("name", PIPELINE_COMMANDS)
 def test_what_was_published_of_pipelines_is_between_bound_and_estimate(name: str) -> None:
     _, published, about, at_most, *_ = (cell.rstrip("%") for cell in read_row(name))
@@ -59,6 +63,7 @@ def test_the_page_has_the_runs() -> None:
         read_row(name)
 
 
+@pytest.mark.guarantees("bounds", "published-runs")
 @pytest.mark.parametrize("name", MATCHED)
 def test_bounds_hold_and_estimates_are_near_what_was_measured(name: str) -> None:
     _, _, at_most, _, ratio, _, _, held, verdict = read_row(name)

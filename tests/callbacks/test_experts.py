@@ -114,6 +114,7 @@ def fit(module: CausalLM, mesh: str, callback: Any, **options: Any) -> tuple[Any
     return dp_size, recorder
 
 
+@pytest.mark.guarantees("routers", "bias-of-routers")
 @each_mesh("dp2 x tp2 with ep4+sp")
 def test_biases_and_weights_are_those_of_one_process(mesh: str) -> None:
     check_biases("deepseek_v3", mesh)
@@ -140,6 +141,7 @@ def check_biases(family: str, mesh: str) -> None:
     run_ranks(run, MESHES[mesh][0])
 
 
+@pytest.mark.guarantees("loads")
 @each_mesh("ep2, full")
 def test_loads_are_those_of_one_process(mesh: str) -> None:
     def run() -> None:
@@ -164,6 +166,7 @@ def test_loads_are_those_of_one_process(mesh: str) -> None:
     run_ranks(run, MESHES[mesh][0])
 
 
+@pytest.mark.guarantees("no-waiting")
 def test_steps_that_do_not_log_neither_communicate_nor_wait() -> None:
     def run() -> list[tuple[int, int]]:
         found = []

@@ -63,6 +63,7 @@ class Losses(pl.Callback):
         self.values.append(float(trainer.callback_metrics["loss"]))
 
 
+@pytest.mark.guarantees("guarding-callbacks", "weight-averaging")
 @each_strategy
 @pytest.mark.parametrize("file_format", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_averages_are_those_of_one_process_and_are_resumed(kind: Kind, file_format: Any, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_the_averages_are_exported(kind: Kind, tmp_path: Path) -> None:
     assert not torch.equal(weights["model.lm_head.weight"], averages["model.lm_head.weight"])
 
 
+@pytest.mark.guarantees("averages-on-any-mesh")
 @pytest.mark.parametrize(
     ("sizes", "file_format"),
     [

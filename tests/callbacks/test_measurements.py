@@ -64,6 +64,7 @@ def train_language_model_alone(batches: Sequence[Batch], window: int, clip: floa
     return steps
 
 
+@pytest.mark.guarantees("measuring-callbacks")
 @each_strategy
 @pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
 def test_loss_and_norm_are_those_of_one_process(kind: Kind, clip: float | None) -> None:
@@ -127,6 +128,7 @@ LEFT_OUT = {"MemorySnapshot", "ExpertBias", "ExpertLoad"}
 """Callbacks that need a GPU, or a mixture of experts."""
 
 
+@pytest.mark.guarantees("no-waiting", "operations-of-callbacks")
 @each_strategy
 @pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(

@@ -26,6 +26,7 @@ def fit(**options: Any) -> dict[int, dict[str, float]]:
     return recorder.rows
 
 
+@pytest.mark.guarantees("measuring-callbacks")
 def test_the_process_on_a_cpu() -> None:
     def run() -> tuple[Any, float]:
         ballast = bytearray(2**28) if dist.get_rank() == 1 else None

@@ -38,6 +38,7 @@ def train_until_it_ends(kind: Kind, module: Any, batches: list[Batch], **options
     return str(error.value), all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.guarantees("guarding-callbacks", "nan-guard")
 @each_strategy
 def test_gradients_of_one_rank_stop_all_where_they_are_clipped(kind: Kind) -> None:
     batches = make_batches(6)
@@ -68,6 +69,7 @@ def test_without_clipping_gradients_are_checked_on_logging_steps(kind: Kind) -> 
     assert any("checked on logging steps only (log_every_n_steps=2)" in message for message in results[0][1])
 
 
+@pytest.mark.guarantees("guarding-callbacks")
 @each_strategy
 def test_the_mean_loss_of_all_tokens_is_checked_in_every_step(kind: Kind) -> None:
     class Diverges(type(make_language_model())):  # type: ignore[misc]

@@ -96,6 +96,7 @@ def assert_goes_on_as_if_nothing_had_been(
     run_ranks(run, WORLD)
 
 
+@pytest.mark.guarantees("sigterm", "exit-codes")
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_amid_accumulation_saves_behind_the_step(tmp_path: Path, rank: int) -> None:
     assert_goes_on_as_if_nothing_had_been(
@@ -255,6 +256,7 @@ RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SAMPLED = ("epochs-without-validation",)
 
 
+@pytest.mark.guarantees("same-command", "nothing-is-repeated")
 @pytest.mark.parametrize(
     "hook", ["on_before_backward", pytest.param("on_validation_batch_start", marks=pytest.mark.slow)]
 )
@@ -532,6 +534,7 @@ def test_without_model_checkpoint_it_says_that_nothing_is_saved(tmp_path: Path) 
     run_ranks(run, 1)
 
 
+@pytest.mark.guarantees("sigterm")
 def test_exit_code_and_signals_are_options(tmp_path: Path) -> None:
     def run() -> None:
         options = Preemption(signals=["SIGUSR2"], exit_code=85)

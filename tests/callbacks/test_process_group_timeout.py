@@ -63,6 +63,7 @@ class SavesOnce(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.guarantees("short-timeouts")
 @fast_under("fsdp2")
 def test_training_steps_alone_have_the_short_timeout(kind: Kind, tmp_path: Path) -> None:
     def run() -> list[tuple[str, set[timedelta]]]:
@@ -88,6 +89,7 @@ def test_training_steps_alone_have_the_short_timeout(kind: Kind, tmp_path: Path)
         assert read == [*first, *second, ("test", {LONG})]
 
 
+@pytest.mark.guarantees("short-timeouts")
 @fast_under("fsdp2")
 def test_a_rank_that_does_not_come_is_found(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_PROBE_TIMEOUT", timedelta(seconds=0.5))  # the other rank waits for this one

@@ -59,6 +59,7 @@ def write_documents(folder: Path) -> None:
         (folder / f"{index}.txt").write_text(f"document {index} says {'again and again ' * 8}{index}")
 
 
+@pytest.mark.guarantees("quickstart-report")
 def test_report_in_plain_words_and_again_after_resuming(tmp_path: Path) -> None:
     write_documents(tmp_path / "text")
     (report, losses), (other, _) = run_ranks(train, 2, tmp_path, None, 2)

@@ -41,6 +41,7 @@ class Clock:
         return self.seconds
 
 
+@pytest.mark.guarantees("measuring-callbacks")
 @pytest.mark.parametrize(
     "sizes",
     [pytest.param({}, marks=pytest.mark.slow), {"tp_size": 2}, pytest.param({"cp_size": 2}, marks=pytest.mark.slow)],
@@ -145,6 +146,7 @@ def test_operations_per_token_are_those_that_torch_counts(config: dict[str, Any]
     assert expected == pytest.approx(counted, rel=2e-3)
 
 
+@pytest.mark.guarantees("measuring-callbacks")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],

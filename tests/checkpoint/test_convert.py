@@ -72,6 +72,7 @@ def train(make_module: Any, strategy: Any, epochs: int, ckpt_path: Path | None =
     return [metrics["train/loss"] for metrics in logger.history], whole(dict(module.named_parameters()))
 
 
+@pytest.mark.guarantees("checkpoint-commands", "consolidated")
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another mesh
 @pytest.mark.parametrize("name", ["scheduled", pytest.param("two-optimizers", marks=pytest.mark.slow)])
 def test_a_consolidated_checkpoint_resumes_in_one_process_and_on_shards(name: str, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_a_consolidated_checkpoint_resumes_in_one_process_and_on_shards(name: st
             assert (other_weights[key] - weight).abs().max() <= 5e-6, key
 
 
+@pytest.mark.guarantees("consolidated")
 def test_lightnings_own_load_from_checkpoint_reads_it(tmp_path: Path) -> None:
     run_ranks(lambda: train(make_causal_lm_module, FSDP2Strategy(), 1, save=tmp_path / "a.ckpt"), 2)
     consolidate_checkpoint(tmp_path / "a.ckpt", tmp_path / "b.ckpt", with_optimizers=False)

@@ -51,6 +51,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     return losses
 
 
+@pytest.mark.guarantees("complete-or-absent", "bit-for-bit", "complete-last")
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed in SLOW_SEEDS else ()) for seed in KILLS]
 )

@@ -77,6 +77,7 @@ def get_size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
+@pytest.mark.guarantees("lora-gradients-and-exports")
 @pytest.mark.parametrize("mesh", ["tp-sp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_no_base_weight_is_in_it_and_all_is_read_from_the_pretrained_model(mesh: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
@@ -180,6 +181,7 @@ def test_weights_that_are_in_no_file_are_kept(tmp_path: Path) -> None:
     assert "state_dict.model.base_model.model.lm_head.weight" in list_keys(tmp_path / "run.ckpt")
 
 
+@pytest.mark.guarantees("another-base")
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another number of ranks
 def test_another_base_and_one_that_has_moved_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)

@@ -53,6 +53,7 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
     return write
 
 
+@pytest.mark.guarantees("any-layout-resumes", "checkpoints-of-stages", "lightning-reads-them", "lightnings-files")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
@@ -67,6 +68,7 @@ def test_training_goes_on_from_the_checkpoint_of_any_layout(
     check_continuation(writer, reader, write, tmp_path)
 
 
+@pytest.mark.guarantees("any-layout-resumes", "checkpoints-of-experts")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

@@ -75,6 +75,7 @@ def run(
     return {"losses": losses, "loaded": loaded, "weights": whole(dict(model.named_parameters()))}
 
 
+@pytest.mark.guarantees("any-layout-resumes")
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [

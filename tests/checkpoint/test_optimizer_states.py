@@ -76,6 +76,7 @@ def make_averages(model: Any) -> Averages:
     return Averages(model.net.parameters())
 
 
+@pytest.mark.guarantees("everything-is-restored")
 @pytest.mark.parametrize("form", ["directory", "file"])
 def test_what_an_optimizer_adds_comes_back(form: str, tmp_path: Path) -> None:
     def save() -> list[torch.Tensor]:

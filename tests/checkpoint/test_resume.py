@@ -89,6 +89,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
     return folder, run_ranks(lambda: train(folder), 2)[0]
 
 
+@pytest.mark.guarantees("bit-for-bit")
 @pytest.mark.slow
 @pytest.mark.parametrize("step", range(3, STEPS))
 def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
@@ -101,6 +102,7 @@ def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
     assert_same_end(tmp_path, expected)
 
 
+@pytest.mark.guarantees("bit-for-bit")
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_killed_run_of_pipeline_stages_resumes_to_the_same_weights(async_save: bool, tmp_path: Path) -> None:
@@ -115,6 +117,7 @@ def test_a_killed_run_of_pipeline_stages_resumes_to_the_same_weights(async_save:
     assert_same_end(folder, expected[0], 2, **strategy)
 
 
+@pytest.mark.guarantees("bit-for-bit")
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "async_save"), [(2, True), (2, False), (4, False), (4, True)])
 def test_a_killed_run_of_context_parallel_ranks_resumes_to_the_same_weights(

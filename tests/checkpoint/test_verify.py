@@ -65,6 +65,7 @@ def test_an_intact_checkpoint_is_verified_file_by_file(tmp_path: Path) -> None:
     assert {line.partition(":")[0] for line in lines} == {DATA, ".metadata", "meta.pt", "checksums.json"}
 
 
+@pytest.mark.guarantees("checksums")
 def test_chunks_have_the_checksums_of_what_they_hold(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     save_checkpoint(tmp_path / "a.ckpt", model)
@@ -90,6 +91,7 @@ def test_what_is_longer_than_what_was_written_is_named(tmp_path: Path) -> None:
         verify_checkpoint(path)
 
 
+@pytest.mark.guarantees("damage-on-every-rank")
 @pytest.mark.parametrize(
     ("make", "named"), [(make_checkpoint, f"{DATA} (state_dict.weight)"), (make_older_checkpoint, DATA)]
 )
@@ -108,6 +110,7 @@ def test_a_flipped_bit_in_a_weight_is_found_at_load_on_every_rank(
     run_ranks(load, 2)
 
 
+@pytest.mark.guarantees("own-part-is-checked")
 def test_ranks_read_and_compare_what_they_need_and_nothing_else(tmp_path: Path) -> None:
     """Each of two ranks reads one chunk of a weight that two have written, and neither the optimizer's states."""
     path = tmp_path / "a.ckpt"
@@ -191,6 +194,7 @@ def test_a_folder_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: 
         run_ranks(verify, 2, monkeypatch)
 
 
+@pytest.mark.guarantees("verified-reads")
 @pytest.mark.parametrize("how", ["consolidate", "load", "export"])
 def test_a_flipped_bit_is_found_by_whatever_reads_a_checkpoint(how: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"

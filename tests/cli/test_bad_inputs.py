@@ -266,6 +266,9 @@ CASES = {
 }
 
 
+@pytest.mark.guarantees(
+    "one-line-errors", "contradicting-variables", "one-line", "libraries-mistakes", "errors-on-every-rank"
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
 )
@@ -274,6 +277,7 @@ def test_a_mistake_is_said(name: str, tmp_path: Path) -> None:
     check_run(CASES[name], tmp_path)
 
 
+@pytest.mark.guarantees("one-line")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REAL))
 @pytest.mark.usefixtures("_trained")

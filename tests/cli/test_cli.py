@@ -533,6 +533,7 @@ def test_debug_keeps_the_traceback(tmp_path, monkeypatch):
     assert isinstance(raised.value.__cause__.__cause__, FileNotFoundError)
 
 
+@pytest.mark.guarantees("tracebacks")
 def test_a_bug_in_the_model_keeps_its_traceback(tmp_path):
     with pytest.raises(ValueError, match="a bug of the model's author") as raised:
         FSDP2CLI(["fit", write_yaml(tmp_path, model={"class_path": f"{__name__}.BrokenModel"})])
@@ -723,6 +724,7 @@ def test_all_options_fit_100_columns(monkeypatch, capsys):
     assert sum("fsdp2_offload" in line for line in lines) == 1
 
 
+@pytest.mark.guarantees("completion")
 @pytest.mark.slow
 def test_shell_completion():
     pytest.importorskip("shtab", reason="needs jsonargparse[shtab]")
@@ -737,6 +739,7 @@ def test_shell_completion():
     assert len(script) < 100_000
 
 
+@pytest.mark.guarantees("quickstart-report", "installed-package")
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_directory(tmp_path):
     pytest.importorskip("hatchling", reason="needs the build backend")

@@ -35,6 +35,7 @@ def run(*args: str | Path) -> int:
     return exit_.value.code
 
 
+@pytest.mark.guarantees("checkpoint-commands")
 def test_verify_names_the_files(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", path) == 0
     *files, last = capsys.readouterr().out.splitlines()
@@ -42,6 +43,7 @@ def test_verify_names_the_files(path: Path, capsys: pytest.CaptureFixture[str]) 
     assert last == f"{path} is complete."
 
 
+@pytest.mark.guarantees("checkpoint-commands")
 def test_consolidate_writes_a_file(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("consolidate", path, tmp_path / "b.ckpt") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'b.ckpt'} is complete.\n"
@@ -53,6 +55,7 @@ def test_consolidate_writes_a_file(path: Path, tmp_path: Path, capsys: pytest.Ca
     assert "optimizer_states" not in torch.load(tmp_path / "b.ckpt", weights_only=True)
 
 
+@pytest.mark.guarantees("trusted-checkpoints")
 @pytest.mark.filterwarnings("ignore:This run's checkpoints hold objects")
 def test_objects_need_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2), extra=Path("an object"))

@@ -78,6 +78,7 @@ def assert_short(page: str) -> None:
     assert not MARKUP.search(page)
 
 
+@pytest.mark.guarantees("help")
 @pytest.mark.parametrize("command", OWN)
 def test_a_page_begins_with_the_options_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = show(capsys, command, "--help")
@@ -115,6 +116,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.guarantees("help")
 @pytest.mark.parametrize("command", [*READ_CONFIG, "quickstart"])
 def test_each_option_exists(
     command: str, parsers: dict[str, ArgumentParser], capsys: pytest.CaptureFixture[str]

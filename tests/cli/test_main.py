@@ -36,6 +36,7 @@ def modules_of_jsonargparse() -> int:
     return run(code=JSONARGPARSE)[-1]
 
 
+@pytest.mark.guarantees("no-torch")
 @pytest.mark.parametrize(
     ("args", "shown"),
     [
@@ -66,6 +67,7 @@ def test_a_misspelt_command_imports_less_than_jsonargparse(modules_of_jsonargpar
     assert modules < modules_of_jsonargparse
 
 
+@pytest.mark.guarantees("no-torch")
 @pytest.mark.parametrize(
     ("args", "error"),
     [

@@ -59,6 +59,7 @@ def test_other_reasons_are_not_about_types() -> None:
     assert not is_about_type("Option 'lr' is not accepted")
 
 
+@pytest.mark.guarantees("libraries-mistakes")
 @pytest.mark.parametrize(
     ("message", "options"),
     [

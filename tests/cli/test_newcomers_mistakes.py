@@ -394,6 +394,7 @@ def name(case: Case) -> str:
     return f"{CASES.index(case)} {words[:60]}"
 
 
+@pytest.mark.guarantees("one-line-errors", "one-line")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if number % 16 == 0 else pytest.mark.slow) for number, case in enumerate(CASES)],

@@ -145,6 +145,7 @@ def test_nodes_are_those_of_the_config_and_what_is_left_out_is_said(tmp_path: Pa
     assert plain["notes"][-1] == ("Not taken into account: lightning.pytorch.callbacks.StochasticWeightAveraging.")
 
 
+@pytest.mark.guarantees("searches")
 @pytest.mark.slow
 def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_yaml(tmp_path)

@@ -10,6 +10,7 @@ from lightning_fsdp2.cli import progress
 from lightning_fsdp2.cli.progress import show_progress
 
 
+@pytest.mark.guarantees("progress-of-plans")
 def test_lines_say_that_work_has_begun_and_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def _noise() -> object:
         logger.filters = filters
 
 
+@pytest.mark.guarantees("quiet")
 @pytest.mark.usefixtures("_noise")
 def test_records_of_others(caplog: pytest.LogCaptureFixture) -> None:
     lightning, torchao, seeds, tensors = map(logging.getLogger, NAMES)
@@ -46,6 +47,7 @@ def test_records_of_others(caplog: pytest.LogCaptureFixture) -> None:
     assert last.startswith("While redistributing from (Shard(dim=0), ")
 
 
+@pytest.mark.guarantees("quiet")
 @pytest.mark.parametrize(
     ("message", "module", "is_shown"),
     [

@@ -125,6 +125,7 @@ def list_live_objects(trainer: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.guarantees("ledger")
 def test_a_fit_replaces_what_the_ledger_says_and_puts_it_back(tmp_path: Path) -> None:
     class Look(Callback):
         found: set[str]

@@ -149,6 +149,7 @@ def run_step(layout: Layout, **options: Any) -> Step:
     return run_ranks(run, 1, group=False)[0]
 
 
+@pytest.mark.guarantees("packed-sequences-are-not-sought")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_step_mixes_no_devices_and_waits_for_none(layout: Layout) -> None:
     step = run_step(layout)

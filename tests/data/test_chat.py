@@ -91,6 +91,7 @@ def take_apart(batches):
     return found
 
 
+@pytest.mark.guarantees("chat-packing")
 def test_packed_batches_hold_every_conversation_once_and_whole(set_up):
     batches = list(set_up(batch_size=1).train_dataloader())
     for batch in batches:
@@ -172,6 +173,7 @@ def test_validation_is_a_part_by_content_a_file_or_a_split(set_up, tmp_path):
     assert set(data.statistics) == {"training", "validation", "test"}
 
 
+@pytest.mark.guarantees("chat-sources")
 @pytest.mark.parametrize(
     ("form", "streaming"),
     [
@@ -302,6 +304,7 @@ def check_losses(corpus, cache, settings):
     assert trainer.callback_metrics["train/loss"].item() == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.guarantees("chat-packing")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", [{}, pytest.param({"streaming": True}, marks=pytest.mark.slow)])
 def test_losses_are_those_of_the_answers_of_each_conversation_alone(corpus, cache, settings):
@@ -336,6 +339,7 @@ def fit(corpus, cache, folder, ranks, ckpt_path=None, every=3, **settings):
     return [sorted(itertools.chain(*step)) for step in zip(*of_ranks, strict=True)]
 
 
+@pytest.mark.guarantees("same-steps")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("settings", "ranks", "resumed_ranks"),
@@ -481,6 +485,7 @@ def test_lone_conversation_is_not_split(set_up, tmp_path):
         set_up(path=path, validation_fraction=None)
 
 
+@pytest.mark.guarantees("rows-that-are-no-conversations")
 @pytest.mark.parametrize("count", [1, 2])
 def test_rows_that_are_no_conversations_are_told_before_the_split(set_up, tmp_path, count):
     path = tmp_path / "alpaca.jsonl"
@@ -491,6 +496,7 @@ def test_rows_that_are_no_conversations_are_told_before_the_split(set_up, tmp_pa
         set_up(path=str(path), validation_fraction=None)
 
 
+@pytest.mark.guarantees("empty-answers")
 def test_empty_answers_are_counted_and_refused_where_there_is_nothing_else(set_up, tmp_path):
     called = {**to_row("a", ""), "tools": None}
     called["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "look", "arguments": {}}}]

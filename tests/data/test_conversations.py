@@ -76,6 +76,7 @@ def write(messages):
     return "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
 
 
+@pytest.mark.guarantees("chat-labels")
 @pytest.mark.parametrize("kind", ["bytes", "merging"])
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 def test_answers_alone_have_labels(merging, kind, template, end):
@@ -86,12 +87,14 @@ def test_answers_alone_have_labels(merging, kind, template, end):
     assert row["answer_tokens"] == sum(map(len, learned(row)))
 
 
+@pytest.mark.guarantees("chat-template")
 def test_tokens_are_those_of_the_whole_text(merging):
     for tokenizer in (merging, build_byte_tokenizer()):
         (row,) = tokenize([{"messages": TALK}], tokenizer=tokenizer)
         assert row["input_ids"] == tokenizer(write(TALK))["input_ids"]
 
 
+@pytest.mark.guarantees("chat-sources")
 def test_prompt_and_completion_are_a_user_and_an_assistant(merging):
     texts, lists, renamed = (
         {"prompt": "1 + 1?", "completion": "2"},
@@ -106,6 +109,7 @@ def test_prompt_and_completion_are_a_user_and_an_assistant(merging):
     assert tokenize([renamed], tokenizer=merging, columns=columns)[0] == row
 
 
+@pytest.mark.guarantees("chat-template")
 def test_tools_reach_the_template_and_calls_need_no_content():
     template = (
         "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{% for message in messages %}<{{ message.role }}>"
@@ -133,6 +137,7 @@ def test_long_conversations_are_cut_at_their_end():
     assert lost["answer_tokens"] == 0
 
 
+@pytest.mark.guarantees("chat-labels")
 def test_template_that_forgets_is_refused_only_where_it_does():
     thinks = [
         {"role": "user", "content": "1?"},
@@ -149,6 +154,7 @@ def test_template_that_forgets_is_refused_only_where_it_does():
     assert [bytes(run) for run in learned(row)] == [b"2", b"3"]
 
 
+@pytest.mark.guarantees("chat-labels")
 def test_answer_that_merges_with_the_prompt_is_refused(merging):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nWords"}]
     with pytest.raises(ValueError, match=r"^a.jsonl, line 1: .*answer 1 change .*strip whitespace"):
@@ -165,6 +171,7 @@ def test_parts_of_text_are_one_text():
 ASK = {"role": "user", "content": "?"}
 
 
+@pytest.mark.guarantees("rows-that-are-no-conversations")
 @pytest.mark.parametrize(
     ("row", "message"),
     [

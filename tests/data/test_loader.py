@@ -162,6 +162,7 @@ def test_state_is_small_the_same_on_every_rank_and_survives_until_the_first_batc
     assert resumed.state_dict() == states[0]
 
 
+@pytest.mark.guarantees("next-sample")
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 8), (4, 2), (2, 2), (8, 1)])
 def test_resume_on_another_number_of_ranks(ranks, batch_size):
     stopped = build_loader(2, 0, batch_size=4, samples=40)
@@ -241,6 +242,7 @@ EPOCH_END = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
 VALIDATION_END = {"every_n_epochs": 1, "save_on_train_epoch_end": False}
 
 
+@pytest.mark.guarantees("next-sample")
 @pytest.mark.parametrize(
     ("saves", "num_workers", "settings"),
     [

@@ -48,6 +48,7 @@ def fit(corpus, cache, trainer, **settings):
     return trainer.accumulate_grad_batches, module.steps, trainer.global_step
 
 
+@pytest.mark.guarantees("global-batch-size")
 @pytest.mark.filterwarnings("ignore")
 def test_global_batch_size_sets_the_accumulation_before_the_schedule_is_made(corpus, cache):
     trainer = make_trainer(max_epochs=1)
@@ -79,6 +80,7 @@ def test_global_batch_size_goes_by_the_data_parallel_ranks(corpus, cache, strate
     assert run_ranks(run, 2, group=False) == [expected] * 2
 
 
+@pytest.mark.guarantees("global-batch-size")
 @pytest.mark.parametrize(
     ("size", "batch_size", "ranks", "message"),
     [
@@ -95,6 +97,7 @@ def test_global_batch_size_that_does_not_divide_names_those_that_do(corpus, cach
         data.setup("fit")
 
 
+@pytest.mark.guarantees("same-samples")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_epochs_have_the_same_whole_steps_on_any_number_of_ranks(corpus, cache, streaming):
@@ -140,6 +143,7 @@ def test_global_batch_size_is_at_least_one(corpus, cache):
         make_data(corpus, cache, global_batch_size=0)
 
 
+@pytest.mark.guarantees("unreadable-data")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fails", ["row", "one-rank"])
 def test_data_that_fails_on_one_rank_fails_on_all(cache, tmp_path, fails):

@@ -442,6 +442,7 @@ def check_evaluation(corpus, cache, folder, loss, cases):
         assert validated == tested == pytest.approx(total / tokens, abs=1e-5)
 
 
+@pytest.mark.guarantees("token-mean-in-validation")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("ranks", "loss", "cases"),

@@ -37,6 +37,7 @@ def is_in_source(message: str) -> bool:
     return any(pattern.fullmatch(message) for pattern in get_patterns())
 
 
+@pytest.mark.guarantees("quoted-messages")
 @pytest.mark.parametrize("block", MESSAGES, ids=str)
 def test_a_quoted_message_is_in_the_source(block: Block) -> None:
     assert is_in_source(block.text.strip())
@@ -47,6 +48,7 @@ def test_a_message_that_is_none_is_seen() -> None:
     assert not any(is_in_source(block.text.strip().replace(" ", "  ")) for block in MESSAGES)
 
 
+@pytest.mark.guarantees("quoted-messages")
 @pytest.mark.parametrize("block", MESSAGES, ids=str)
 def test_a_message_has_a_heading_of_its_own_words(block: Block) -> None:
     """In their order, so that whoever knows the message knows the anchor; the table of contents has the heading."""

@@ -16,6 +16,7 @@ def test_the_table_is_read() -> None:
     assert len(ROWS) == 6
 
 
+@pytest.mark.guarantees("bubble")
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
 def test_bubbles_are_those_of_the_orders(row: tuple[str, ...]) -> None:
     ranks, micro_batches, *shares = map(int, row)

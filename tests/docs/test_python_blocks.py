@@ -417,11 +417,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.guarantees("module-of-the-quickstart")
 @pytest.mark.parametrize("block", [block for block in BLOCKS if FAST in block.text], ids=str)
 def test_the_module_of_the_quickstart_trains(block: Block, folder: Path) -> None:
     run(block, folder)
 
 
+@pytest.mark.guarantees("pages-are-measured")
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in BLOCKS if FAST not in block.text], ids=str)
 def test_python_runs(block: Block, folder: Path) -> None:

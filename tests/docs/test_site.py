@@ -30,6 +30,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     assert fetched == []
 
 
+@pytest.mark.guarantees("links")
 @pytest.mark.slow
 def test_pages_link_to_the_repository_if_its_address_is_known(site: Path, tmp_path: Path) -> None:
     """The theme's own link would ask GitHub for numbers; that is the component "source" of its script."""

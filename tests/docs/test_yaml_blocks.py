@@ -15,6 +15,7 @@ from lightning_fsdp2.cli import FSDP2CLI
 REST = yaml.safe_dump({"model": {"class_path": "lightning_fsdp2.CausalLM", "init_args": {"config": LLAMA}}})
 
 
+@pytest.mark.guarantees("pages-are-measured")
 @pytest.mark.slow
 @pytest.mark.parametrize("block", get_blocks("yaml"), ids=str)
 def test_yaml_is_parsed(

@@ -108,6 +108,7 @@ class Builder:
         return result.stdout + result.stderr
 
 
+@pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_image_for_cpus_trains(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ UNTRAINED = pytest.approx(5.55, abs=0.2)
 # ---------------------------------------------------------------------- what each does
 
 
+@pytest.mark.guarantees("short-scripts")
 def test_the_plain_loop_goes_on_where_it_was_saved(run: Run) -> None:
     whole = run("plain_loop.py", "--steps", 6)
     assert whole[1] == ""  # one rank prints
@@ -34,6 +35,7 @@ def test_the_plain_loop_goes_on_where_it_was_saved(run: Run) -> None:
     assert first + second == whole[0]
 
 
+@pytest.mark.guarantees("short-scripts")
 @pytest.mark.slow
 def test_the_own_module_becomes_the_model_of_one_process(run: Run) -> None:
     models = []
@@ -47,6 +49,7 @@ def test_the_own_module_becomes_the_model_of_one_process(run: Run) -> None:
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), atol=1e-3, rtol=0)
 
 
+@pytest.mark.guarantees("own-plan")
 @pytest.mark.slow
 def test_the_own_tp_plan_trains_as_one_process_does(run: Run) -> None:
     for ranks in (1, 2):
@@ -90,6 +93,7 @@ def test_two_optimizers_draw_the_circle_as_one_process_does(run: Run) -> None:
     assert sum(distances[-5:]) / 5 < 0.15
 
 
+@pytest.mark.guarantees("short-scripts")
 @pytest.mark.slow
 def test_generation_is_that_of_one_process(run: Run) -> None:
     run("own_module.py", "--steps", 60)

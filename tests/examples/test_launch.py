@@ -232,6 +232,7 @@ def assert_trained(job: Job, cluster: Cluster, resumed: bool = False) -> None:
     assert cluster.requeued == []
 
 
+@pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SBATCH)
 def test_slurm_trains_and_goes_on(name: str, cluster: Cluster) -> None:
@@ -243,6 +244,7 @@ def test_slurm_trains_and_goes_on(name: str, cluster: Cluster) -> None:
         assert_trained(job, cluster, resumed=steps > 2)
 
 
+@pytest.mark.guarantees("same-command")
 @pytest.mark.slow
 def test_torchrun_trains_on_one_node_and_goes_on(cluster: Cluster) -> None:
     for steps in (2, 4):
@@ -250,6 +252,7 @@ def test_torchrun_trains_on_one_node_and_goes_on(cluster: Cluster) -> None:
         assert_trained(cluster.start(command, PROCESSES_PER_NODE="2"), cluster, resumed=steps > 2)
 
 
+@pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_apart", [False, True], ids=["on a node", "on a machine of its own"])
 def test_torchrun_trains_on_two_nodes(is_apart: bool, cluster: Cluster) -> None:
@@ -265,6 +268,7 @@ def test_torchrun_trains_on_two_nodes(is_apart: bool, cluster: Cluster) -> None:
         assert store.wait() == 0
 
 
+@pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 def test_compose_trains_on_two_nodes(cluster: Cluster) -> None:
     services = read_compose()["services"]
@@ -277,6 +281,7 @@ def test_compose_trains_on_two_nodes(cluster: Cluster) -> None:
         assert_trained(job, cluster)
 
 
+@pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_the_command_of_a_pod_trains(name: str, cluster: Cluster) -> None:
@@ -302,6 +307,7 @@ def has_saved(cluster: Cluster) -> bool:
     return (cluster.folder / "outputs" / "quickstart" / "last.ckpt").is_dir()
 
 
+@pytest.mark.guarantees("exit-codes")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SBATCH)
 def test_slurm_saves_queues_again_and_goes_on(name: str, cluster: Cluster) -> None:

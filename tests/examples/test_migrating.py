@@ -67,6 +67,7 @@ def read_options(title: str) -> set[str]:
     return {code for left, _ in read_table(title, options=True) for code in read_codes(left)}
 
 
+@pytest.mark.guarantees("migrated-scripts")
 @pytest.mark.parametrize("title", PAIRS)
 def test_lines_stand_in_the_files(title: str) -> None:
     rows = read_table(title)
@@ -77,6 +78,7 @@ def test_lines_stand_in_the_files(title: str) -> None:
         assert [line for cell in cells for line in read_codes(cell) if line not in text] == []
 
 
+@pytest.mark.guarantees("options-of-others")
 @pytest.mark.parametrize("title", [title for title in PAIRS if len(re.findall(r"\n\|---", SECTIONS[title])) > 1])
 def test_options_here_exist(title: str) -> None:
     """The right column has them as ``Owner.option``."""
@@ -105,6 +107,7 @@ EPOCH = 12
 """Steps of an epoch of the two scripts."""
 
 
+@pytest.mark.guarantees("migrated-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_migrated_run_has_the_losses_of_the_old_one_and_takes_its_checkpoints(run: Run, tp_size: int) -> None:
@@ -211,6 +214,7 @@ def accelerate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert Path("sharded").exists()
 
 
+@pytest.mark.guarantees("migrated-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_accelerate_trains_the_same_and_its_checkpoint_becomes_a_model(
@@ -273,6 +277,7 @@ def test_accelerate_reads_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyP
 TRANSFORMERS = "From the Trainer of transformers"
 
 
+@pytest.mark.guarantees("migrated-scripts")
 def test_the_trainer_of_transformers_trains_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)  # AdamW enlarges rounding of a weight whose gradient is almost 0, as some random weights have
     make_causal_lm({**LLAMA, "vocab_size": 257}).save_pretrained("model")

@@ -49,6 +49,7 @@ MESHES: dict[str, dict[str, Any]] = {
 FAST = ("kept-head", False, "tp2+sp")
 
 
+@pytest.mark.guarantees("lora-gradients-and-exports")
 @pytest.mark.parametrize(
     ("case", "frozen_parameters", "mesh"),
     [

@@ -79,6 +79,7 @@ def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) 
 # ---------------------------------------------------------------------- round trips
 
 
+@pytest.mark.guarantees("checkpoints-of-stages", "same-logits")
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
@@ -125,6 +126,7 @@ def assert_same_folders(actual: Path, expected: Path) -> None:
     assert read_json(actual) == read_json(expected)
 
 
+@pytest.mark.guarantees("checkpoints-of-experts", "files-of-save-pretrained")
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.slow) for name in get_families()]
 )
@@ -365,6 +367,7 @@ def test_what_stands_there_is_replaced_only_if_that_is_wanted_and_only_by_a_comp
     assert_same_tensors(read_weights(out), make_llama().state_dict())
 
 
+@pytest.mark.guarantees("keys-given-twice")
 def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ class HasSecrets(LightningDataModule):
         return DataLoader([{"input_ids": torch.ones(2, 8, dtype=torch.long)}] * 2, batch_size=None)
 
 
+@pytest.mark.guarantees("tokens-and-description")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if name == "fsdp2" else pytest.mark.slow) for name, kind in STRATEGIES.items()],

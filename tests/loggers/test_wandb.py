@@ -71,6 +71,7 @@ class Scores(pl.Callback):
         trainer.callback_metrics["score"] = torch.tensor(float(trainer.global_step))
 
 
+@pytest.mark.guarantees("one-run-per-job", "logged-checkpoints")
 def test_a_job_is_one_run_with_config_both_axes_and_checkpoints(tmp_path: Path) -> None:
     def make_callbacks() -> list[pl.Callback]:
         options = {"every_n_train_steps": 2, "save_top_k": -1}
@@ -108,6 +109,7 @@ def test_a_job_is_one_run_with_config_both_axes_and_checkpoints(tmp_path: Path) 
     assert best == {2: (2.0, True), 4: (4.0, False)}
 
 
+@pytest.mark.guarantees("logged-checkpoints")
 @pytest.mark.slow
 def test_checkpoints_are_uploaded_in_the_background(tmp_path: Path) -> None:
     artifacts = run_offline(tmp_path, logger={"checkpoints": "upload"}).artifacts
@@ -129,6 +131,7 @@ def test_single_files_and_no_checkpoints(tmp_path: Path) -> None:
     assert run_offline(tmp_path / "none", logger={"checkpoints": None}).artifacts == []
 
 
+@pytest.mark.guarantees("one-run-per-job")
 def test_a_resumed_job_goes_on_with_its_run(tmp_path: Path) -> None:
     first = run_offline(tmp_path, max_steps=2, log_every_n_steps=1)
     resumed = run_offline(
@@ -184,6 +187,7 @@ def get_messages(results: Sequence[Any], index: int = 0) -> list[list[str]]:
     return [[message for message in result[index] if message.startswith("W&B")] for result in results]
 
 
+@pytest.mark.guarantees("failures-of-wandb")
 @pytest.mark.slow
 def test_training_goes_on_when_the_service_dies(tmp_path: Path) -> None:
     results = run_job(
@@ -214,6 +218,7 @@ def test_a_run_that_does_not_start_online_is_recorded_offline(tmp_path: Path) ->
     assert len(run.artifacts) == 2
 
 
+@pytest.mark.guarantees("failures-of-wandb")
 @pytest.mark.slow
 def test_training_goes_on_where_no_run_starts(tmp_path: Path) -> None:
     def init(**options: Any) -> Any:
@@ -234,6 +239,7 @@ def test_training_goes_on_where_no_run_starts(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "step=4.ckpt").exists()
 
 
+@pytest.mark.guarantees("missing-key")
 def test_no_key_is_an_error_on_every_rank_before_anything_starts(tmp_path: Path) -> None:
     def run() -> str:
         from helpers.user_modules import Regressor, make_trainer

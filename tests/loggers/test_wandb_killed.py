@@ -62,6 +62,7 @@ def write_config(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.guarantees("one-run-per-job", "same-run-after-a-kill")
 @pytest.mark.slow
 def test_a_job_that_was_killed_goes_on_with_its_run(tmp_path: Path) -> None:
     config = write_config(tmp_path)

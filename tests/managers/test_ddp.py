@@ -19,6 +19,7 @@ def parallelize(model: nn.Module, **flags: Any) -> Any:
     return DDPManager(config, create_device_mesh(config, device_type="cpu")).parallelize(model)
 
 
+@pytest.mark.guarantees("plain-loops")
 def test_ranks_train_like_one_process_with_accumulation_and_clipping() -> None:
     def run() -> None:
         torch.manual_seed(0)

@@ -45,11 +45,13 @@ def parallelize(model: nn.Module, **flags: Any) -> nn.Module:
     return FSDP2Manager(config, create_device_mesh(config, device_type="cpu")).parallelize(model)
 
 
+@pytest.mark.guarantees("refused-precisions")
 def test_a_policy_for_float16_is_refused_at_construction() -> None:
     with pytest.raises(ValueError, match=r"mp_policy\.param_dtype=torch\.float16 is not supported"):
         FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy(torch.float16)), None)
 
 
+@pytest.mark.guarantees("mesh-of-experts")
 def test_a_mesh_of_experts_is_taken_from_elsewhere() -> None:
     def run() -> None:
         config = FSDP2Config(mp_policy=FLOAT32)
@@ -81,6 +83,7 @@ def test_other_managers_refuse_a_mesh_with_experts() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("mesh-of-experts")
 def test_a_mesh_of_experts_that_contradicts_the_other_is_refused() -> None:
     def run() -> None:
         config = FSDP2Config(mp_policy=FLOAT32)
@@ -119,6 +122,7 @@ def test_the_policy_in_effect_reduces_in_float32_unless_it_says_otherwise(
     assert FSDP2Manager(FSDP2Config(mp_policy=given), None).mp_policy == in_effect
 
 
+@pytest.mark.guarantees("mp-policy")
 def test_the_policy_of_the_config_decides_on_the_dtypes() -> None:
     def run() -> None:
         tokens = make_token_batches(1)[0]["input_ids"]
@@ -208,6 +212,7 @@ def test_prefetch_depths_decide_how_far_ahead_units_are_gathered() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("plain-loops")
 def test_replicas_of_shards_train_like_one_process_with_accumulation_and_clipping() -> None:
     def run() -> None:
         torch.manual_seed(0)

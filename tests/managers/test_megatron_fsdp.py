@@ -62,6 +62,7 @@ def make_llama() -> Any:
     return make_causal_lm(LLAMA).train()
 
 
+@pytest.mark.guarantees("plain-loops")
 @pytest.mark.parametrize(
     ("make", "strategies"),
     [

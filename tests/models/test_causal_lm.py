@@ -86,6 +86,7 @@ FAST_PRETRAINED = [
 ]
 
 
+@pytest.mark.guarantees("shard-by-shard")
 @pytest.mark.parametrize(
     ("precision", "name"),
     [
@@ -152,6 +153,7 @@ class OwnSharding(CausalLM):
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
+@pytest.mark.guarantees("token-mean")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("strategy", "loss"),
@@ -210,6 +212,7 @@ class DocumentData(pl.LightningDataModule):
     separate_documents = True
 
 
+@pytest.mark.guarantees("packed-sequences-are-not-sought")
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_a_step_waits_for_packed_sequences_only_where_there_may_be_some(
     loss: Any, monkeypatch: pytest.MonkeyPatch
@@ -270,6 +273,7 @@ def run_one_step(
     return groups, counts.counter.operations, [w for w in caught if "fused" in str(w.message)]
 
 
+@pytest.mark.guarantees("fused-optimizer")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("fsdp2", "ddp") else ()) for name in FUSED]
 )
@@ -324,6 +328,7 @@ def test_an_optimizer_that_says_how_it_steps_steps_so(options: dict[str, Any], f
     assert {group["fused"] for group in optimizer.param_groups} == {fused}
 
 
+@pytest.mark.guarantees("recomputed-packed-sequences")
 def test_layers_that_are_computed_again_are_not_searched_for_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(
@@ -374,6 +379,7 @@ def test_what_is_logged_and_when() -> None:
     assert validation["val/perplexity"] == pytest.approx(math.exp(validation["val/loss"]), rel=1e-6)
 
 
+@pytest.mark.guarantees("token-mean-in-validation")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_evaluation_loss_counts_every_token_once_and_prediction_scores_every_sequence(loss: Any) -> None:
@@ -416,6 +422,7 @@ CHUNKED = {
 }
 
 
+@pytest.mark.guarantees("chunked-loss")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("cell", CHUNKED)
 def test_the_chunked_loss_trains_as_one_process_with_the_full_loss(cell: str) -> None:

@@ -68,6 +68,7 @@ def assert_loaded(module: CausalLM, logits: Tensor) -> None:
     torch.testing.assert_close(get_logits(module), logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.guarantees("checkpoint-commands", "loaded-modules")
 @pytest.mark.parametrize(
     ("config", "tp_size", "format"),
     [
@@ -279,6 +280,7 @@ class Scale(nn.Module):
         return hidden * self.scale
 
 
+@pytest.mark.guarantees("loaded-modules")
 @pytest.mark.filterwarnings("error:.*meta")
 def test_what_is_built_on_the_meta_device_gets_weights_and_buffers(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"

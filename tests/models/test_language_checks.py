@@ -30,6 +30,7 @@ def see_later_tokens(config: Any) -> bool:
     return bool(embedded.grad[:, 4:].abs().max() > 0)
 
 
+@pytest.mark.guarantees("causal-models-only")
 @pytest.mark.parametrize("options", [{}, {"is_decoder": True}])
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "electra"])
 def test_an_encoder_is_refused_unless_it_is_a_decoder(model_type: str, options: dict[str, Any]) -> None:
@@ -42,6 +43,7 @@ def test_an_encoder_is_refused_unless_it_is_a_decoder(model_type: str, options: 
         check_causal(config, "config=...")
 
 
+@pytest.mark.guarantees("causal-models-only")
 def test_what_a_config_switches_is_seen() -> None:
     """No name tells: the same architecture, with causal attention and without."""
     for is_bidirectional in (False, True):
@@ -76,6 +78,7 @@ def test_a_trial_has_values_where_tensors_are_fake(monkeypatch: pytest.MonkeyPat
     assert tried.is_causal
 
 
+@pytest.mark.guarantees("causal-models-only")
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in get_families()],
@@ -130,6 +133,7 @@ def fit(module: CausalLM, data: Tokens) -> None:
     make_trainer(strategy="auto", devices=1, max_steps=1).fit(module, data)
 
 
+@pytest.mark.guarantees("tables-of-positions")
 def test_a_table_of_positions_that_ends_is_an_error_before_the_forward() -> None:
     for data, source in ((Tokens(33), "A batch of 33 tokens"), (Tokens(32), "sequence_length=40")):
         if "sequence" in source:
@@ -140,6 +144,7 @@ def test_a_table_of_positions_that_ends_is_an_error_before_the_forward() -> None
     run_ranks(fit, 1, CausalLM(config=GPT2), Tokens(32), group=False)
 
 
+@pytest.mark.guarantees("rotary-positions")
 @pytest.mark.parametrize(
     ("config", "length", "says"),
     [

@@ -61,6 +61,7 @@ FAST = {("gpt2", "tp2")}
 # ---------------------------------------------------------------------- parity
 
 
+@pytest.mark.guarantees("lora-gradients-and-exports", "adapters-of-three-families")
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
@@ -282,6 +283,7 @@ def test_a_base_in_bfloat16_changes_no_bit_of_adapters_in_float32(tmp_path: Path
 # ---------------------------------------------------------------------- how it begins
 
 
+@pytest.mark.guarantees("no-whole-model", "lora-base", "lora-around-shards")
 def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh_and_no_rank_holds_a_whole_base(
     tmp_path: Path,
 ) -> None:
@@ -444,6 +446,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.guarantees("adapters-that-do-not-fit")
 @pytest.mark.parametrize("case", BROKEN)
 def test_an_adapter_that_does_not_fit_is_refused_before_the_first_step(case: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")

@@ -43,6 +43,7 @@ def count_adapters(model: Any, part: str = "") -> int:
     return sum(p.numel() for name, p in model.named_parameters() if "lora_" in name and part in name)
 
 
+@pytest.mark.guarantees("lora-around-shards", "traffic-of-adapters")
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, "full"], ids=["kept", "recomputed"])
 def test_gradients_of_adapters_alone_are_made_and_reduced(checkpointing: Any, tmp_path: Path) -> None:

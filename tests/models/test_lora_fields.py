@@ -37,10 +37,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.guarantees("every-field-of-lora")
 def test_each_field_is_in_the_table() -> None:
     assert {field for _, _, fields in CASES.values() for field in (*LORA, *fields)} == {*_FIELDS}
 
 
+@pytest.mark.guarantees("lora-gradients-and-exports", "every-field-of-lora")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_process(case: str, tmp_path: Path) -> None:
@@ -82,6 +84,7 @@ def test_dropout_is_the_same_on_all_ranks_that_share_a_batch_and_leaves_the_adap
 OTHERS = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in _FIELDS]
 
 
+@pytest.mark.guarantees("every-field-of-lora")
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_field_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^CausalLM\(lora=\{{\.\.\.\}}\): {name}='other' (is|would) .*\.$"):

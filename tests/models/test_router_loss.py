@@ -74,6 +74,7 @@ def make_case(mesh: str, family: str, *, is_padded: bool = False, **options: Any
 FAST = [("dp2 x tp2 with ep4+sp", "qwen3_moe")]
 
 
+@pytest.mark.guarantees("routers", "auxiliary-loss")
 @pytest.mark.parametrize(
     ("mesh", "family"),
     [
@@ -86,6 +87,7 @@ def test_gradients_are_those_of_one_process(mesh: str, family: str) -> None:
     run_ranks(check_parity, MESHES[mesh][0], make_case(mesh, family))
 
 
+@pytest.mark.guarantees("auxiliary-loss")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp2", "ep2", "tp2", "cp2"])
 @pytest.mark.parametrize("options", [{"is_padded": True}, {"loss": "chunked"}], ids=str)

@@ -23,6 +23,7 @@ class Dense(Experts):
         return hidden
 
 
+@pytest.mark.guarantees("experts-by-structure")
 def test_they_hold_one_matrix_per_expert_and_take_three_arguments() -> None:
     found = Experts(4, 4)
     assert find_experts([found, Experts(4, 3), Dense(4, 4), nn.Linear(2, 2)]) == [found]
@@ -35,6 +36,7 @@ def test_shared_experts_and_routers_are_none() -> None:
         } == {True}
 
 
+@pytest.mark.guarantees("experts-by-structure")
 @pytest.mark.slow
 def test_families_are_known() -> None:
     assert {"mixtral", "gpt_oss", "nemotron_h", "zaya"} <= set(get_mixture_families())

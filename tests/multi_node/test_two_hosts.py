@@ -117,6 +117,7 @@ def get_rows(steps: list[Step], number: int) -> Counter[str]:
     return Counter(row for step in steps if step.step == number for row in step.rows)
 
 
+@pytest.mark.guarantees("same-command", "same-samples", "only-lost-steps")
 @pytest.mark.parametrize("seed", range(6))
 def test_the_run_goes_on_where_hosts_die(tmp_path: Path, hosts: list[Host], expected: list[Step], seed: int) -> None:
     """One host dies and comes back; then one dies and does not."""
@@ -150,6 +151,7 @@ def test_the_run_goes_on_where_hosts_die(tmp_path: Path, hosts: list[Host], expe
     assert last == STEPS
 
 
+@pytest.mark.guarantees("silent-ranks", "cut-links")
 def test_a_host_whose_network_is_cut_is_named_by_the_others(tmp_path: Path, hosts: list[Host]) -> None:
     job = Job(tmp_path / "run", hosts, max_restarts=0)
     job.start(nodes="2")

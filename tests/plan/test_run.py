@@ -126,6 +126,7 @@ def test_float8_pays_for_large_matrices() -> None:
     assert re.search(r"makes it 1\.[1-9]\d times as fast\.$", note), note
 
 
+@pytest.mark.guarantees("devices-of-float8")
 def test_a_device_without_units_for_float8_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^float8: A100 cannot multiply in float8, .*emulate=True"):
         plan(FSDP2Strategy(config=FSDP2Config(float8=True)), device="a100")
@@ -332,6 +333,7 @@ class Hooked(Regressor):
         return {"loss": loss, "other": loss.detach()}
 
 
+@pytest.mark.guarantees("same-code")
 def test_a_module_with_hooks_a_log_and_data_of_its_own() -> None:
     planned = plan(module=Hooked(), datamodule=None, trainer={"precision": "32-true", "gradient_clip_val": None})
     assert planned.batch.shapes == {"0": (8, 256), "1": (8, 256)}
@@ -386,6 +388,7 @@ def test_the_products_of_experts_count() -> None:
     assert rank.flops == pytest.approx(6 * 256 * (2 * layer + 128 * 512) + 2 * attention, rel=0.01)
 
 
+@pytest.mark.guarantees("uneven-routing")
 def test_a_rank_whose_experts_get_more_tokens_keeps_more_for_backward(usual: Plan) -> None:
     planned = plan(FSDP2Strategy(ep_size=4), make_batch(1, 256), module=CausalLM(config=MIXTRAL))
     assert planned.uneven is not None
@@ -428,12 +431,14 @@ def with_memory(planned: Plan, memory: int) -> Plan:
     return replace(planned, device=replace(planned.device, memory=memory))
 
 
+@pytest.mark.guarantees("verdicts")
 def test_what_is_allocated_and_what_is_held_decide(usual: Plan) -> None:
     peak, most = usual.peak_bytes, usual.reserved.most
     verdicts = [with_memory(usual, memory).verdict for memory in (peak - 1, peak, most - 1, most)]
     assert verdicts == ["does not fit", "tight", "tight", "fits"]
 
 
+@pytest.mark.guarantees("verdicts")
 def test_each_verdict_is_said_with_what_is_missing(usual: Plan) -> None:
     device = replace(get_device("h100"), memory=usual.peak_bytes + 2**20)
     text = describe(plan(device=device, suggest=False))
@@ -461,6 +466,7 @@ def test_the_flag_against_the_largest_part_of_the_memory_is_named(
     assert _name_remedies(usual, config) == []
 
 
+@pytest.mark.guarantees("changes-that-help")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
@@ -478,6 +484,7 @@ def test_each_change_that_is_named_gives_what_it_says(strategy: Any) -> None:
         assert (again.at_least, again.estimate) == pytest.approx((change.at_least, change.estimate))
 
 
+@pytest.mark.guarantees("changes-that-help")
 def test_changes_are_combined_until_one_fits_with_other_layouts_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(run: Any, layouts: list[Any], **options: Any) -> Any:
         """Recomputation, reductions and tensor parallelism halve the memory, which has to become a quarter."""

@@ -32,6 +32,7 @@ def run_search(strategy: Any = None, **options: Any) -> SearchResult:
     return search_run(trainer, make_module(), datamodule=data, world_size=4, device=device, **options)
 
 
+@pytest.mark.guarantees("searches")
 @pytest.mark.slow
 def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
     result = run_search(memory=MEMORY, cache_dir=tmp_path)

@@ -58,6 +58,7 @@ def test_one_process_needs_no_group() -> None:
         on_every_rank(lambda: fail(ValueError("alone")))
 
 
+@pytest.mark.guarantees("race-for-the-store")
 def test_no_rank_leaves_while_another_still_talks_to_the_store(tmp_path: Path) -> None:
     """Rank 0 keeps the store, and the end of its process may come right after the call."""
 

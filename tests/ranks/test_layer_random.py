@@ -118,6 +118,7 @@ def assert_trains_alike(plain: nn.Module, model: nn.Module) -> list[Tensor]:
     return masks
 
 
+@pytest.mark.guarantees("dropout-masks")
 @BOTH
 def test_gradients_are_those_of_one_process_that_drops_the_same_elements(sequence_parallel: bool) -> None:
     def run() -> list[Tensor]:

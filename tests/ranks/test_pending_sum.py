@@ -124,6 +124,7 @@ def test_whatever_reads_it_gets_the_whole_sum(name: str) -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("scattered-embeddings")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_part_costs_one_reduce_scatter_and_its_gradient_one_all_gather(dim: int) -> None:
     def run() -> None:

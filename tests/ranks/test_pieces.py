@@ -87,6 +87,7 @@ SHARDS: dict[str, tuple[tuple[int, ...], list[Any], Any]] = {
 }
 
 
+@pytest.mark.guarantees("nothing-is-converted")
 @pytest.mark.parametrize("name", SHARDS)
 def test_pieces_are_where_the_shards_come_from(name: str) -> None:
     shape, placements, take = SHARDS[name]

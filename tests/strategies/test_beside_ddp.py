@@ -81,6 +81,7 @@ def scenario(*, slow: bool = True) -> Callable[[Scenario], Scenario]:
     return add
 
 
+@pytest.mark.guarantees("beside-lightning")
 @pytest.mark.parametrize("world_size", [WORLD, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("run_scenario", SCENARIOS)

@@ -24,23 +24,28 @@ def get_names(group: str) -> list[str]:
     return [option.name for option in OPTIONS if option.group == group]
 
 
+@pytest.mark.guarantees("every-option-is-tried")
 def test_no_argument_of_the_trainer_is_missing() -> None:
     assert get_names("Trainer") == list(inspect.signature(pl.Trainer.__init__).parameters)[1:]
 
 
+@pytest.mark.guarantees("every-option-is-tried")
 def test_no_callback_is_missing() -> None:
     assert get_names("callbacks") == sorted(callbacks.__all__, key=str.lower)
 
 
+@pytest.mark.guarantees("every-option-is-tried")
 def test_no_method_of_the_tuner_is_missing() -> None:
     assert get_names("Tuner") == sorted(name for name in vars(Tuner) if not name.startswith("_"))
 
 
+@pytest.mark.guarantees("options-work-or-are-refused")
 def test_the_document_is_what_the_table_says() -> None:
     made_with = DOCUMENT.read_text().splitlines()[2]
     assert DOCUMENT.read_text() == describe_options(made_with)
 
 
+@pytest.mark.guarantees("options-work-or-are-refused")
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.slow) for name in STRATEGIES]
 )
@@ -51,6 +56,7 @@ def test_options_do_what_they_say_or_are_refused(strategy: str, group: str, tmp_
     try_options(strategy, [option for option in OPTIONS if option.group == group and not option.slow], tmp_path)
 
 
+@pytest.mark.guarantees("options-work-or-are-refused")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_further_options(strategy: str, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ STAGES = ("fit, save, test, fit", "fit, predict, validate", "validate, fit", "pr
 FAST_STAGES = [*((name, STAGES[0]) for name in STRATEGIES), ("fsdp2", STAGES[1])]
 
 
+@pytest.mark.guarantees("same-behaviour")
 @pairs("stages", STAGES, fast=FAST_STAGES)
 def test_stages_in_any_order_on_one_module(kind: Kind, stages: str, tmp_path: Path) -> None:
     batches = make_batches(2 * WORLD)
@@ -152,6 +153,7 @@ def test_a_process_group_of_another_size_is_refused(kind: Kind) -> None:
     kind.run(run, WORLD)
 
 
+@pytest.mark.guarantees("same-behaviour")
 def test_gradients_of_a_partial_last_window_are_synchronised(kind: Kind) -> None:
     # 5 micro-batches, 3 per step: the second step has two, and Lightning divides them by 3 all the same
     batches = make_batches(5 * WORLD)
@@ -175,6 +177,7 @@ CLIPS = [
 ]
 
 
+@pytest.mark.guarantees("clipping-and-optimizers", "same-behaviour", "megatron-clipping")
 def test_clipping_is_that_of_one_process(kind: Kind) -> None:
     batches = make_batches(4 * WORLD)
 
@@ -326,6 +329,7 @@ class UsesOptimizer(Regressor):
         return self.kind(self.parameters())
 
 
+@pytest.mark.guarantees("whole-weights")
 @fast_under("fsdp2")
 def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Kind) -> None:
     batches = make_batches(3 * WORLD)
@@ -351,6 +355,7 @@ def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Ki
     kind.run(run, WORLD)
 
 
+@pytest.mark.guarantees("whole-weights")
 @fast_under("fsdp2", "ddp")
 def test_callbacks_that_need_whole_weights_are_refused_in_setup_where_there_are_none(kind: Kind) -> None:
     def run() -> None:
@@ -566,6 +571,7 @@ class UsesSubclasses(Regressor):
         return KeepsSubclasses(self.parameters(), lr=0.1)
 
 
+@pytest.mark.guarantees("subclassed-states")
 @fast_under("fsdp2")
 def test_states_that_are_tensor_subclasses_are_refused_in_the_first_step(kind: Kind) -> None:
     def run() -> None:
@@ -582,6 +588,7 @@ class NoOptimizer(Regressor):
         return None
 
 
+@pytest.mark.guarantees("modules-without-an-optimizer")
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 def test_a_module_without_an_optimizer_runs_saves_and_goes_on(kind: Kind, tmp_path: Path) -> None:
     def run() -> None:
@@ -598,6 +605,7 @@ def test_a_module_without_an_optimizer_runs_saves_and_goes_on(kind: Kind, tmp_pa
     kind.run(run, WORLD)
 
 
+@pytest.mark.guarantees("inference-mode")
 @fast_under("fsdp2", "megatron_fsdp")
 def test_an_evaluation_in_inference_mode_leaves_a_module_that_can_be_trained(kind: Kind, tmp_path: Path) -> None:
     batches = make_batches(2 * WORLD)
@@ -626,6 +634,7 @@ class WithoutSteps(Regressor):
     validation_step = test_step = None
 
 
+@pytest.mark.guarantees("steps-that-are-none")
 @fast_under("fsdp2")
 def test_steps_that_are_none_are_no_steps(kind: Kind) -> None:
     def run() -> None:
@@ -644,6 +653,7 @@ class FSDPNet(Regressor):
     """A user's own class that is called like those which FSDP2 makes."""
 
 
+@pytest.mark.guarantees("classes-called-fsdp")
 def test_a_module_whose_class_is_called_like_those_of_fsdp2_is_logged_under_its_name(
     kind: Kind, tmp_path: Path
 ) -> None:
@@ -674,6 +684,7 @@ class Images(UserModule):
         self.log("loss", self.loss(batch), sync_dist=True)
 
 
+@pytest.mark.guarantees("running-statistics")
 @fast_under("fsdp2")
 def test_running_statistics_are_those_without_activation_checkpointing(kind: Kind) -> None:
     samples = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -982,6 +993,7 @@ def test_steps_that_are_none_end_an_accumulation_of_one_process(kind: Kind) -> N
 # ---------------------------------------------------------------------- manual optimisation
 
 
+@pytest.mark.guarantees("clipping-and-optimizers")
 @pairs("accumulate", (1, 2), fast=[("fsdp2", 1), ("fsdp2", 2), ("ddp", 2), ("megatron_fsdp", 1)])
 def test_two_optimizers_that_are_stepped_by_hand(kind: Kind, accumulate: int) -> None:
     batches = make_batches(3 * accumulate * WORLD)
@@ -1028,6 +1040,7 @@ PARITIES: dict[str, tuple[int, dict[str, Any]]] = {
 FAST_PARITIES = [*((name, "2-bf16-mixed") for name in STRATEGIES), ("ddp", "2-bf16-true")]
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients")
 @pairs("name", PARITIES, fast=FAST_PARITIES)
 def test_a_language_model_has_the_numbers_of_one_process(kind: Kind, name: str) -> None:
     world_size, options = PARITIES[name]
@@ -1044,6 +1057,7 @@ WINDOWS += [(world_size, *window) for world_size in (1, 4) for _, *window in WIN
 FAST_TWENTY = [("fsdp2", WINDOWS[1]), ("ddp", WINDOWS[1]), ("megatron_fsdp", WINDOWS[0])]
 
 
+@pytest.mark.guarantees("float32-gradients")
 @pairs("window", WINDOWS, fast=FAST_TWENTY)
 def test_twenty_steps_with_groups_and_a_schedule(kind: Kind, window: tuple[int, int, float | None]) -> None:
     world_size, accumulate, clip = window
@@ -1066,6 +1080,7 @@ def test_twenty_steps_with_groups_and_a_schedule(kind: Kind, window: tuple[int, 
 FAST_READERS = [("fsdp2", "ddp"), ("ddp", "ddp"), ("megatron_fsdp", "megatron_fsdp")]
 
 
+@pytest.mark.guarantees("same-behaviour")
 @pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 @pairs("reader", STRATEGIES, fast=FAST_READERS)
 def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
@@ -1094,6 +1109,7 @@ def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
 # ---------------------------------------------------------------------- from a file
 
 
+@pytest.mark.guarantees("one-class-path")
 @pytest.mark.slow
 def test_one_file_trains_to_the_same_losses_with_any_class_path(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("In the beginning was the word, and the word was split over ranks.\n" * 40)
@@ -1139,6 +1155,7 @@ class Started(Exception):
     """Comes in place of the rest of a run, for which there are no devices."""
 
 
+@pytest.mark.guarantees("bound-devices")
 @fast_under("fsdp2")
 @pytest.mark.parametrize("binds", [False, True])
 def test_bind_device_id_gives_the_process_group_the_device_of_the_rank(
@@ -1200,6 +1217,7 @@ def test_arguments_of_a_wrong_type_are_refused_by_name(kind: Kind) -> None:
         kind.strategy(timeout=60)
 
 
+@pytest.mark.guarantees("configs-in-python")
 def test_mappings_stand_for_configs_as_in_yaml(kind: Kind) -> None:
     strategy = kind.strategy(config={"backend": "gloo"}, checkpoint={"format": "full"})
     assert strategy.config == kind.config(backend="gloo")

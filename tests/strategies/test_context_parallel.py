@@ -55,6 +55,7 @@ def make_module(family: str) -> CausalLM:
     return module
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients", "context-parallel-attention")
 @pytest.mark.parametrize(
     ("mesh", "family", "method"),
     [pytest.param(*cell, id="-".join(cell), marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS],
@@ -88,6 +89,7 @@ def bare_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return model(batch, labels=batch).loss, 1
 
 
+@pytest.mark.guarantees("whole-batches", "other-losses")
 @pytest.mark.parametrize("mesh", ["cp2", pytest.param("dp2xcp2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("loss", "convert"),
@@ -153,6 +155,7 @@ def test_validation_and_prediction_count_every_token_once() -> None:
     run_ranks(run, 4)
 
 
+@pytest.mark.guarantees("own-positions")
 def test_fit_test_and_fit_again_leave_the_model_with_its_own_attention_in_between() -> None:
     def run() -> None:
         registered = set(AttentionInterface())
@@ -188,6 +191,7 @@ class DroppingModule(ScalarLossModule):
         return logits.square().mean()
 
 
+@pytest.mark.guarantees("other-dropout-masks")
 def test_ranks_drop_other_elements_of_their_positions_and_draw_the_users_numbers_alike() -> None:
     config = {
         "model_type": "gpt2",
@@ -212,6 +216,7 @@ def test_ranks_drop_other_elements_of_their_positions_and_draw_the_users_numbers
     assert len(positions) == LENGTH  # all of them dropped something else
 
 
+@pytest.mark.guarantees("refused-lengths")
 def test_a_length_that_cannot_be_divided_is_said_before_the_first_step() -> None:
     def run() -> None:
         module = make_module("llama")

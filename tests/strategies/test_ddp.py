@@ -44,6 +44,7 @@ FLAGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients")
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_every_flag_has_the_numbers_of_one_process(flags: dict[str, Any]) -> None:
     def run() -> None:
@@ -69,6 +70,7 @@ def test_parameters_without_a_gradient_are_explained() -> None:
     run_ranks(lambda: fit(find_unused_parameters=True), WORLD)
 
 
+@pytest.mark.guarantees("unused-parameters-under-ddp")
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_gradient_that_was_not_reduced_is_an_error_in_its_own_step(steps: int) -> None:
     """Torch notices in the next forward, when each rank has made a step of its own."""
@@ -108,6 +110,7 @@ class Alternates(Regressor):
         self.head.requires_grad_(step % 2 == 1)
 
 
+@pytest.mark.guarantees("unfrozen-parameters")
 def test_parameters_that_steps_freeze_and_unfreeze() -> None:
     batches = make_batches(4 * WORLD)
 
@@ -321,6 +324,7 @@ class UsesZero(Regressor):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.guarantees("zero-redundancy-optimizer")
 @pytest.mark.parametrize("format", ["sharded", "full"])
 def test_zero_redundancy_optimizer_goes_on_from_its_checkpoint_and_is_read_by_another(
     format: Any, tmp_path: Path

@@ -94,6 +94,7 @@ def make_case(mesh: str, family: str, precision: str, flags: dict[str, Any], **o
     )
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients", "bfloat16-gradients")
 @pytest.mark.parametrize(
     ("mesh", "family", "precision", "flags"),
     [

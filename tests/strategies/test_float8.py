@@ -102,6 +102,7 @@ FAST = [
 CELLS = [(mesh, recipe, mode) for mesh in MESHES for recipe in RECIPES for mode in MODES]
 
 
+@pytest.mark.guarantees("float8-in-float32", "layouts-in-float8")
 @pytest.mark.parametrize(
     ("mesh", "recipe", "mode"),
     [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS],
@@ -122,6 +123,7 @@ def test_gradients_norm_and_weights_are_those_of_one_process(mesh: str, recipe: 
     run_ranks(run, MESHES[mesh][0])
 
 
+@pytest.mark.guarantees("float8-in-float32", "unrounded-scales")
 @pytest.mark.parametrize("mesh", ["dp2", pytest.param("tp2+sp", marks=pytest.mark.slow)])
 def test_scales_that_are_no_powers_of_two_fail_this_comparison(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are torchao's own for this recipe, and differ from rank to rank in all bits."""
@@ -143,6 +145,7 @@ def test_scales_that_are_no_powers_of_two_fail_this_comparison(mesh: str, monkey
     assert run_ranks(run, MESHES[mesh][0])[0] > 0.1
 
 
+@pytest.mark.guarantees("float8-in-bfloat16")
 @pytest.mark.parametrize(
     ("mesh", "recipe", "precision"),
     [
@@ -262,6 +265,7 @@ class Weights(pl.Callback):
             self.saved = whole(module.state_dict())
 
 
+@pytest.mark.guarantees("checkpoints-with-float8")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [(True, True), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((True, False), (False, True)))],
@@ -287,6 +291,7 @@ class Evaluated(pl.Callback):
         self.logits = module.model(input_ids=make_token_batches(1)[0]["input_ids"], use_cache=False).logits
 
 
+@pytest.mark.guarantees("evaluation-in-float8")
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"tp_size": 2}, marks=pytest.mark.slow)], ids=["dp2", "tp2"])
 def test_averages_are_evaluated_in_float8_and_exported_without(sizes: dict[str, int], tmp_path: Path) -> None:
     """With the numbers of one process; `generate` writes its tokens, too."""

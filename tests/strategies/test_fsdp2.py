@@ -192,6 +192,7 @@ class RecordReductions(pl.Callback):
 # ---------------------------------------------------------------------- manual optimisation
 
 
+@pytest.mark.guarantees("clipping-and-optimizers")
 @pytest.mark.parametrize("accumulate", [1, 2], ids="accumulate={}".format)
 def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
     batches = make_batches(3 * accumulate * WORLD)
@@ -213,6 +214,7 @@ def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
 # ---------------------------------------------------------------------- accumulation
 
 
+@pytest.mark.guarantees("deferred-reduction")
 @pytest.mark.parametrize(
     ("world_size", "dp_replicate_size", "all_reduces_per_step"),
     [pytest.param(2, 1, 0, id="dp2"), pytest.param(4, 2, 1, id="hsdp2x2")],
@@ -264,6 +266,7 @@ class ShardedByUser(Regressor):
             fully_shard(self, mesh=mesh)
 
 
+@pytest.mark.guarantees("self-sharded-modules")
 @pytest.mark.parametrize("extent", ["everything", "submodules"])
 def test_module_that_shards_itself(extent: str) -> None:
     batches = make_batches(2 * WORLD)
@@ -470,6 +473,7 @@ class CallsOnOneRank(pl.Callback):
             module(torch.zeros(1, WIDTH))
 
 
+@pytest.mark.guarantees("call-on-one-rank")
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_after_backward", "on_validation_epoch_end"])
 def test_call_on_one_rank_is_an_error_and_no_hang(hook: str) -> None:
@@ -483,6 +487,7 @@ def test_call_on_one_rank_is_an_error_and_no_hang(hook: str) -> None:
     run_ranks(run, WORLD)
 
 
+@pytest.mark.guarantees("call-on-one-rank")
 def test_call_on_one_rank_after_fit() -> None:
     """Inside ``unshard_fsdp2_model`` any rank may call; outside it is an error."""
     batches = make_batches(2 * WORLD)
@@ -554,6 +559,7 @@ class PenalisesGradients(Regressor):
         return gradient.square().sum()
 
 
+@pytest.mark.guarantees("second-order-gradients")
 def test_training_on_freed_weights_is_an_error_that_says_so() -> None:
     def run() -> None:
         loader = make_loader(make_batches(4))
@@ -741,6 +747,7 @@ class TensorParallel(Regressor):
         return self.head(self.blocks[2](self.blocks[1](torch.tanh(self.blocks[0](inputs)))) * self.scale)
 
 
+@pytest.mark.guarantees("self-sharded-modules", "self-tensor-parallel")
 def test_a_module_that_is_tensor_parallel_by_itself_is_left_as_it_is() -> None:
     batches = make_batches(2)
 
@@ -775,6 +782,7 @@ class GenericFirst(Generic[T], Regressor):
     """One that it cannot: Python lays out its instances in another way."""
 
 
+@pytest.mark.guarantees("order-of-bases")
 def test_a_class_that_cannot_be_sharded_is_told_which_order_of_bases_works() -> None:
     def run() -> None:
         make_trainer(max_steps=1).fit(GenericLast(), make_loader(make_batches(2)))
@@ -786,6 +794,7 @@ def test_a_class_that_cannot_be_sharded_is_told_which_order_of_bases_works() -> 
     run_ranks(run, 1)
 
 
+@pytest.mark.guarantees("sizes-of-strategies")
 def test_a_strategy_says_its_sizes() -> None:
     asked = FSDP2Strategy(tp_size=2, dp_replicate_size="auto")
     assert (asked.tp_size, asked.cp_size, asked.dp_size, asked.dp_replicate_size) == (2, 1, "auto", "auto")

@@ -69,6 +69,7 @@ def to_local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+@pytest.mark.guarantees("replicas-average-once")
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
@@ -92,6 +93,7 @@ def test_replicas_stay_equal_to_the_last_bit(sizes: dict[str, Any], flags: dict[
     )
 
 
+@pytest.mark.guarantees("deferred-reduction", "replicas-average-once")
 @pytest.mark.slow
 @pytest.mark.parametrize("defers", [True, False])
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"tp_size": 2}], ids=str)
@@ -128,6 +130,7 @@ def test_zero_grad_drops_what_was_not_yet_reduced_over_replicas(defers: bool) ->
     run_ranks(run, 4)
 
 
+@pytest.mark.guarantees("replica-per-node")
 def test_auto_makes_a_replica_per_node() -> None:
     def run() -> tuple[Any, ...]:
         rank = dist.get_rank()
@@ -142,6 +145,7 @@ def test_auto_makes_a_replica_per_node() -> None:
     assert run_ranks(run, 4) == [((2, 2, 1, 1), replicas) for replicas in ([0, 2], [1, 3], [0, 2], [1, 3])]
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients", "several-families")
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_replicas_of_context_and_tensor_parallel_shards_have_the_numbers_of_one_process(

@@ -111,6 +111,7 @@ FAST_ENDS = (
 )
 
 
+@pytest.mark.guarantees("last-step")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("names", [FAST_ENDS, pytest.param(tuple(ENDS), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_the_last_checkpoint_is_that_of_the_last_step(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]]
 FAST_GOES_ON = ("amid an epoch, for epochs",)
 
 
+@pytest.mark.guarantees("goes-on-from-the-last-step")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("strategy", "names"),

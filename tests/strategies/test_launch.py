@@ -249,6 +249,7 @@ def assert_clean(output: str) -> None:
         assert trace not in output, output[-6000:]
 
 
+@pytest.mark.guarantees("launchers")
 @pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_fit_then_test(launcher: str, tmp_path: Path) -> None:
     ended = launch([*LAUNCHERS[launcher], write_script(tmp_path), "train", str(tmp_path)], tmp_path)
@@ -278,6 +279,7 @@ def test_a_failing_rank_ends_all(launcher: str, rank: int, pp_size: int, tmp_pat
     assert "the end of the script" not in ended.output
 
 
+@pytest.mark.guarantees("errors-of-a-stage")
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -293,6 +295,7 @@ def test_a_killed_stage_of_a_pipeline_ends_all_and_is_named(launcher: str, rank:
         assert re.search(r"Rank 1 \(process \d+\) was killed by SIGKILL", ended.output)
 
 
+@pytest.mark.guarantees("no-orphans")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_ends_all(launcher: str, tmp_path: Path) -> None:
@@ -323,6 +326,7 @@ def default_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.guarantees("no-orphans")
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     ("moment", "name"),
@@ -365,6 +369,7 @@ def test_a_process_whose_parent_has_ended_already_ends_at_once() -> None:
     assert subprocess.run(script, timeout=30).returncode == -signal.SIGKILL
 
 
+@pytest.mark.guarantees("torchrun-is-killed")
 @pytest.mark.slow
 def test_no_worker_of_torchrun_outlives_its_agent(tmp_path: Path) -> None:
     workers: list[psutil.Process] = []
@@ -380,6 +385,7 @@ def test_no_worker_of_torchrun_outlives_its_agent(tmp_path: Path) -> None:
     assert alive == []
 
 
+@pytest.mark.guarantees("environment-of-the-launcher")
 @pytest.mark.slow
 def test_a_rank_that_has_more_to_do_is_waited_for(tmp_path: Path) -> None:
     """And nothing is left in the environment of the first process."""
@@ -439,6 +445,7 @@ def test_an_error_that_the_script_catches_ends_all_too(tmp_path: Path) -> None:
     assert "caught mine" in ended.output
 
 
+@pytest.mark.guarantees("launchers")
 @pytest.mark.slow
 def test_command_line_fits_and_then_tests_the_checkpoint(tmp_path: Path) -> None:
     for name in ("text", "held-out"):

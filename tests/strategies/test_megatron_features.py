@@ -582,6 +582,7 @@ def test_a_wrapped_model_is_not_copied() -> None:
     KIND.run(run, 2)
 
 
+@pytest.mark.guarantees("megatron-tensor-parallel")
 def test_a_plan_with_wrong_gradients_is_refused() -> None:
     plan = get_plan(find_parts(make_rough_model(QWEN3)))
     plan = {name: style for name, style in plan.items() if "q_norm" not in name and "k_norm" not in name}

@@ -67,6 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] =
 SAMPLE = ("cp2", "selective", "meta by shards", "sums", "bf16 weights", "hsdp2x2")
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients", "megatron-clipping", "double-buffer")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_every_flag_and_size_has_the_numbers_of_one_process(names: tuple[str, ...], world_size: int) -> None:
@@ -91,6 +92,7 @@ ALL_OPTIONS = list(itertools.product((1, 3), (None, 0.5)))
 """Of (accumulate, clip)."""
 
 
+@pytest.mark.guarantees("zero-dp-strategy")
 @pytest.mark.parametrize(
     ("world_size", "combinations"),
     [
@@ -143,6 +145,7 @@ def test_frozen_weights_stay_and_the_others_train() -> None:
     KIND.run(run, WORLD)
 
 
+@pytest.mark.guarantees("float32-updates")
 def test_updates_too_small_for_bfloat16_are_kept() -> None:
     """By the weights that the optimizer steps; without them they are lost."""
 
@@ -202,6 +205,7 @@ class MeasuresStates(pl.Callback):
         self.elements = sum(moment.to_local().numel() for moment in moments)
 
 
+@pytest.mark.guarantees("zero-dp-strategy")
 def test_optimizer_states_are_shared_between_the_ranks() -> None:
     def run(zero_dp_strategy: int) -> int:
         callback = MeasuresStates()
@@ -299,6 +303,7 @@ REFUSED_FLAGS = [
 ]
 
 
+@pytest.mark.guarantees("megatron-refusals")
 def test_flags_that_cannot_work_are_refused_before_the_first_step() -> None:
     def run() -> None:
         for flags, message in REFUSED_FLAGS:
@@ -367,6 +372,7 @@ def test_attention_beside_the_layers_is_a_unit() -> None:
     KIND.run(run, WORLD)
 
 
+@pytest.mark.guarantees("megatron-limits")
 def test_a_cpu_is_refused() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=r"Megatron-FSDP runs on cuda devices, not on 'cpu'; use FSDP2Strategy or"):

@@ -120,6 +120,7 @@ def check(name: str) -> None:
     KIND.run(run, CELLS[name][1])
 
 
+@pytest.mark.guarantees("megatron-tensor-parallel")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CELLS]
 )
@@ -131,6 +132,7 @@ FAST = ("mixtral", "Megatron-FSDP, dp2 x tp2+sp, accumulate 2")
 FAMILIES = ("mixtral", "qwen3_moe", "phi3", "deepseek_v3", "gpt_oss", "falcon", "gemma3_text")
 
 
+@pytest.mark.guarantees("megatron-families")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -244,11 +246,13 @@ def test_changes_that_are_lost_are_noticed() -> None:
         KIND.run(change_between_backwards, 2, clip, 3, {})
 
 
+@pytest.mark.guarantees("partial-gradients-are-summed-once")
 def test_a_missing_sum_over_the_ranks_is_noticed() -> None:
     with patch.object(Lift, "_sum_aligned", lambda self, parameters: None), pytest.raises(Exception, match="step 1"):
         check("tp2, qwen3")
 
 
+@pytest.mark.guarantees("partial-gradients-are-summed-once")
 def test_a_sum_in_place_is_noticed() -> None:
     """A second backward must add to summands. If it adds to a sum on each rank, the next sum counts this sum twice."""
 

@@ -54,6 +54,7 @@ def generate(model: Any, prompt: Tensor, length: int, **options: Any) -> list[in
     return tokens[0].tolist()
 
 
+@pytest.mark.guarantees("generation-of-mixtures")
 @pytest.mark.parametrize("is_gathered", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_generate_from_different_prompts(is_gathered: bool) -> None:
     def run() -> None:

@@ -485,6 +485,7 @@ def test_defect_18_non_strict_loading_of_a_part(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the list
 
 
+@pytest.mark.guarantees("defects-of-lightning")
 def test_every_defect_has_a_test_or_a_reason() -> None:
     tested = {int(match[1]) for name in globals() if (match := re.match(r"test_defect_(\d+)_", name))}
     assert not tested & NOT_APPLICABLE.keys()

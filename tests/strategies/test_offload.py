@@ -31,6 +31,7 @@ class Watched(CausalLM):
         self.devices = {p.device.type for p in self.parameters()} | {p.grad.device.type for p in self.parameters()}
 
 
+@pytest.mark.guarantees("offloaded-shards")
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
 @pytest.mark.parametrize("policy", [True, {"pin_memory": False}], ids=["true", "unpinned"])
 def test_shards_gradients_and_optimizer_states_are_on_the_host(accelerator: str, policy: Any) -> None:

@@ -80,6 +80,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.guarantees("float32-losses", "float32-gradients", "losses-of-ones-own", "with-context-parallelism")
 @pytest.mark.parametrize(
     ("mesh", "family", "flags", "accumulate"),
     [
@@ -97,6 +98,7 @@ def test_gradients_norm_and_weights_are_those_of_one_process(
     run_ranks(run, MESHES[mesh][0])
 
 
+@pytest.mark.guarantees("bfloat16-gradients")
 @pytest.mark.parametrize("mesh", ["pp2 x dp2", pytest.param("pp2 x tp2+sp", marks=pytest.mark.slow)])
 def test_gradients_in_bfloat16_are_as_exact_as_in_one_process(mesh: str) -> None:
     def run() -> None:
@@ -117,6 +119,7 @@ def test_a_loss_in_chunks_is_computed_on_the_last_stage(mesh: str, family: str) 
     run_ranks(run, MESHES[mesh][0])
 
 
+@pytest.mark.guarantees("lengths-that-vary", "added-rows")
 @pytest.mark.parametrize("mesh", ["pp2 x dp2"])
 def test_batches_of_any_length_and_of_fewer_rows_train_as_in_one_process(mesh: str) -> None:
     """The ranks read different numbers of rows, down to one, and other lengths in every step."""
@@ -138,6 +141,7 @@ def join_pairs(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [join_batches(batches[index : index + 2]) for index in range(0, len(batches), 2)]
 
 
+@pytest.mark.guarantees("routers-of-stages")
 @pytest.mark.parametrize(
     ("mesh", "flags"),
     [
@@ -174,6 +178,7 @@ def test_the_loss_of_routers_counts_the_layers_of_all_stages(mesh: str, flags: s
     run_ranks(run, world)
 
 
+@pytest.mark.guarantees("adapters-of-stages")
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", ["pp2", pytest.param("pp2 x tp2+sp", marks=pytest.mark.slow)])
 def test_adapters_train_as_in_one_process(family: str, mesh: str, tmp_path: Path) -> None:

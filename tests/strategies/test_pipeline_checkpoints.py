@@ -61,6 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
     return path, run_ranks(run, 2)[0]
 
 
+@pytest.mark.guarantees("checkpoints-of-stages")
 def test_one_process_reads_a_checkpoint_of_stages(saved: tuple[Path, dict[str, Tensor]]) -> None:
     path, weights = saved
 
@@ -225,6 +226,7 @@ def test_averages_of_all_stages_are_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(exported, expected, rtol=0, atol=0)
 
 
+@pytest.mark.guarantees("sigterm")
 @pytest.mark.slow
 def test_a_signal_to_the_rank_of_one_stage_saves_all(tmp_path: Path) -> None:
     class Signal(pl.Callback):

@@ -41,6 +41,7 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss, 1
 
 
+@pytest.mark.guarantees("no-stage-class", "losses-of-ones-own")
 @pytest.mark.parametrize("loss", [z_loss, pytest.param(own_loss, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}, pytest.param({"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow)])
 def test_losses_of_ones_own_train_as_in_one_process(loss: Callable[..., Any], sizes: dict[str, int]) -> None:
@@ -81,6 +82,7 @@ def evaluate_alone(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[
     return total / count, rows
 
 
+@pytest.mark.guarantees("evaluation-of-stages")
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
@@ -109,6 +111,7 @@ def test_validation_and_predictions_are_those_of_one_process(sizes: dict[str, in
     run_ranks(run, sizes["pp_size"] * sizes.get("tp_size", 1))
 
 
+@pytest.mark.guarantees("evaluation-of-ones-own")
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}, pytest.param({"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow)])
 def test_steps_of_ones_own_evaluate_on_all_ranks(sizes: dict[str, int]) -> None:
     batches = collect_batches(3, rows=4)
@@ -296,6 +299,7 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
     return make_token_batches(2, size=rows)
 
 
+@pytest.mark.guarantees("pipeline-limits", "refused-pipelines")
 @pytest.mark.parametrize(
     ("make_module", "flags", "batches", "message"),
     [
@@ -395,6 +399,7 @@ def record_dropout(module: Any) -> None:
             layer.attn.resid_dropout.register_forward_hook(lambda _, args, out: module.dropped.append(out[0] == 0))
 
 
+@pytest.mark.guarantees("random-numbers-of-stages")
 def test_stages_draw_the_same_masks_and_other_dropout() -> None:
     def train() -> Any:
         pl.seed_everything(5, verbose=False)
@@ -434,6 +439,7 @@ class Counts(CausalLM):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.guarantees("stages-run-the-step", "steps-per-batch", "micro-batches-in-flight", "boundaries")
 @pytest.mark.parametrize(
     ("sizes", "flags", "in_flight"),
     [
@@ -469,6 +475,7 @@ def test_each_stage_runs_every_micro_batch_and_sends_only_hidden_states(
     run_ranks(run, ranks * tp)
 
 
+@pytest.mark.guarantees("gathers-of-a-stage")
 @pytest.mark.parametrize("micro_batches", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     ("flags", "gathers", "reductions"),
@@ -501,6 +508,7 @@ def test_units_gather_and_reduce_once_per_step(
 # ---------------------------------------------------------------------- callbacks and logs
 
 
+@pytest.mark.guarantees("logs-of-stages")
 def test_callbacks_and_loggers_see_on_rank_0_what_the_last_stage_logs(tmp_path: Path) -> None:
     def run() -> None:
         torch.manual_seed(1)
@@ -531,6 +539,7 @@ def test_callbacks_and_loggers_see_on_rank_0_what_the_last_stage_logs(tmp_path: 
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("few-micro-batches")
 def test_fewer_micro_batches_than_stages_run_with_a_warning_that_names_the_bubble() -> None:
     def run() -> None:
         config = FSDP2Config(pp_microbatches=1)
@@ -546,6 +555,7 @@ def test_fewer_micro_batches_than_stages_run_with_a_warning_that_names_the_bubbl
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("pipeline-limits")
 def test_generate_and_calls_with_gradients_are_refused_by_name() -> None:
     def run() -> None:
         module = CausalLM(config=CONFIGS["llama"])
@@ -562,6 +572,7 @@ def test_generate_and_calls_with_gradients_are_refused_by_name() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("rows-that-are-refused")
 def test_ranks_with_other_numbers_of_rows_all_refuse_a_module_of_ones_own() -> None:
     def run() -> None:
         trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=1)
@@ -594,6 +605,7 @@ class WithHead(Module):
         return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, eps=EPSILON)
 
 
+@pytest.mark.guarantees("parameters-of-all-stages")
 def test_modules_around_the_model_train_as_in_one_process_and_are_the_same_on_all_stages() -> None:
     batches = make_token_batches(3, size=4)
 

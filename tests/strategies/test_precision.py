@@ -145,6 +145,7 @@ TABLE["bf16-mixed"] = {**TABLE["32-true"], "weight in a unit": BF16, "inside a b
 TABLE["bf16-true"] = {**dict.fromkeys(TABLE["32-true"], BF16), "reduction": FP32}
 
 
+@pytest.mark.guarantees("precision-32", "precision-bf16-mixed", "precision-bf16-true")
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dtypes(world_size: int) -> None:
     batches = make_batches(2 * world_size)
@@ -203,6 +204,7 @@ POLICIES = {
 """Policies, and where they differ from bf16-mixed."""
 
 
+@pytest.mark.guarantees("mp-policy")
 @pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_an_explicit_policy_wins(precision: Any) -> None:
     batches = make_batches(4)
@@ -308,6 +310,7 @@ def get_bf16_gradients(module: pl.LightningModule, batches: list[Batch]) -> dict
     return {name: p.grad.float() for name, p in module.named_parameters()}
 
 
+@pytest.mark.guarantees("bfloat16-gradients", "modules-under-bf16-mixed")
 @pytest.mark.parametrize("kind", [LinearOnModule, FloatInputs, OwnLossOnLogits])
 def test_users_own_modules_train_under_bf16_mixed(kind: type[LinearOnModule]) -> None:
     batches = make_batches(2)
@@ -339,6 +342,7 @@ class ListOnModule(LinearOnModule):
         return F.mse_loss(hidden.mean(-1).float(), batch["targets"])
 
 
+@pytest.mark.guarantees("layers-of-a-list")
 def test_layers_of_a_list_on_the_module_return_bfloat16() -> None:
     def run() -> None:
         module = ListOnModule()
@@ -386,6 +390,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.guarantees("refused-precisions")
 @pytest.mark.parametrize("precision", REFUSED)
 def test_other_precisions_are_refused_and_the_alternative_named(precision: Any) -> None:
     message = rf"precision='{precision}' is not supported.*use precision=\"{REFUSED[precision]}\""

@@ -36,6 +36,7 @@ def shard_meta(name: str, dp_replicate_size: int, seed: int) -> tuple[dict[str, 
     return whole(model.state_dict()), dict(model.named_buffers()), next(model.parameters()).detach().to_local()
 
 
+@pytest.mark.guarantees("same-seed")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "llama-tied" else pytest.mark.slow) for name in MODELS]
 )
@@ -52,6 +53,7 @@ def test_a_seed_gives_one_model_on_any_mesh(name: str) -> None:
     )
 
 
+@pytest.mark.guarantees("shard-by-shard")
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_distributed_as_the_authors_initialise_them(name: str) -> None:
     """Same mean and spread per parameter as a model built on the CPU, and the same buffers."""

@@ -149,6 +149,7 @@ def assert_equal_models(model: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(actual, expected(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.guarantees("shard-by-shard")
 def test_shards_and_replicas_have_the_weights_buffers_and_logits_of_from_pretrained(folder: Path) -> None:
     def run() -> None:
         expected = AutoModelForCausalLM.from_pretrained(folder)
@@ -240,6 +241,7 @@ def test_weights_that_the_files_lack_are_initialised_as_transformers_does(folder
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("missing-weights")
 def test_weights_that_the_files_lack_are_those_of_one_process_on_any_mesh(folder: Path) -> None:
     def run(replicas: int) -> dict[str, Tensor]:
         torch.manual_seed(dist.get_rank())
@@ -271,6 +273,7 @@ def save_weights(folder: Path, weights: dict[str, Tensor]) -> Path:
     return folder
 
 
+@pytest.mark.guarantees("missing-weights")
 def test_weights_that_are_missing_are_listed_unless_that_is_allowed(folder: Path, tmp_path: Path) -> None:
     weights = read_weights(folder)
     norm, head = weights.pop("model.norm.weight"), weights.pop("lm_head.weight")
@@ -469,6 +472,7 @@ dist.destroy_process_group()
 _MEGABYTE = 1_000_000
 
 
+@pytest.mark.guarantees("no-whole-model", "pretrained-slices", "one-file-at-a-time")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tp_size"),

@@ -93,11 +93,13 @@ def read_shards(family: str, mesh: str, folder: Path, **changes: Any) -> None:
     run_ranks(run, ranks)
 
 
+@pytest.mark.guarantees("pretrained-slices")
 @pytest.mark.parametrize(("family", "mesh"), CASES)
 def test_weights_are_those_of_one_process(family: str, mesh: str, tmp_path: Path) -> None:
     read_shards(family, mesh, tmp_path)
 
 
+@pytest.mark.guarantees("pretrained-slices")
 @pytest.mark.parametrize(("family", "mesh"), [("qwen3_moe", "ep2xefsdp2"), ("gpt_oss", "tp2-ep2")])
 def test_a_rank_reads_only_its_own_experts(
     family: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

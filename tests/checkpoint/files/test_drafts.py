@@ -33,6 +33,7 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
+@pytest.mark.guarantees("complete-or-absent")
 def test_the_directory_is_complete_or_absent_and_replaced_only_when_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def test_what_an_earlier_version_has_put_aside_comes_back(tmp_path: Path) -> Non
     assert names(tmp_path) == ["last.ckpt"]
 
 
+@pytest.mark.guarantees("dead-drafts")
 def test_a_new_save_removes_the_drafts_of_the_dead_and_nothing_else(tmp_path: Path) -> None:
     def start_and_die(name: str) -> None:
         folder.Draft(tmp_path / name).path.mkdir()
@@ -214,6 +216,7 @@ def test_a_new_save_removes_the_drafts_of_the_dead_and_nothing_else(tmp_path: Pa
     assert names(tmp_path) == sorted([foreign.name, "c.ckpt", "d.ckpt"])
 
 
+@pytest.mark.guarantees("draft-then-rename")
 def test_names_and_data_are_on_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +241,7 @@ def test_names_and_data_are_on_the_disk_before_the_checkpoint_has_its_name(
     assert after == [tmp_path.name]
 
 
+@pytest.mark.guarantees("draft-then-rename")
 def test_all_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
     sync = folder.sync_folder
@@ -299,6 +303,7 @@ def test_a_checkpoint_may_be_removed_from_a_disk_without_room(tmp_path: Path, mo
         load_checkpoint(path, nn.Linear(2, 2))
 
 
+@pytest.mark.guarantees("free-space")
 def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,6 +438,7 @@ def test_a_removal_that_dies_half_way_leaves_no_half_of_a_checkpoint(
     assert names(tmp_path) == []
 
 
+@pytest.mark.guarantees("stores")
 def test_a_store_of_fsspec_holds_checkpoints(tmp_path: Path) -> None:
     path = "memory://runs/a.ckpt"
     save_checkpoint(path, nn.Linear(2, 2), extra=1)

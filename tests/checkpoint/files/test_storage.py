@@ -36,6 +36,7 @@ def make_checkpoint(folder: Path) -> tuple[Path, nn.Module]:
     return path, model
 
 
+@pytest.mark.guarantees("no-code-runs", "trusted-checkpoints")
 @pytest.mark.filterwarnings("ignore:This run's checkpoints hold objects")
 @pytest.mark.parametrize("place", ["metadata", "meta.pt", "small-object", "single-file"])
 def test_a_pickle_bomb_goes_off_only_in_a_trusted_checkpoint(place: str, tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def test_a_pickle_bomb_goes_off_only_in_a_trusted_checkpoint(place: str, tmp_pat
         assert proof.exists()
 
 
+@pytest.mark.guarantees("no-code-runs")
 @pytest.mark.parametrize(
     "name", [("os", "system"), ("builtins", "eval"), ("torch.distributed.checkpoint.filesystem", "io.FileIO")]
 )
@@ -76,6 +78,7 @@ def test_metadata_may_name_its_own_classes_only(name: tuple[str, str], tmp_path:
         CheckpointReader(path).read_metadata()
 
 
+@pytest.mark.guarantees("checksums")
 def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     parts = [b"one", torch.arange(5).numpy(), b"two"]
     with DurableFile(tmp_path / "file") as file:

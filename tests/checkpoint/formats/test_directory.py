@@ -48,6 +48,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+@pytest.mark.guarantees("any-layout-resumes")
 @pytest.mark.parametrize(
     ("optimizer", "frozen"),
     [
@@ -165,6 +166,7 @@ def test_a_half_written_checkpoint_is_refused_on_every_rank(missing: str, tmp_pa
     run_ranks(save_and_load, 2)
 
 
+@pytest.mark.guarantees("other-model")
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "llama.ckpt"
 

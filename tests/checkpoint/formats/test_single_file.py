@@ -27,6 +27,7 @@ def fit(config: CheckpointConfig, *callbacks: pl.Callback) -> pl.Trainer:
     return trainer
 
 
+@pytest.mark.guarantees("async-save")
 def test_an_asynchronous_save_has_the_weights_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing is gathered: on a single rank a sharded tensor's whole is its own memory."""
     opened, saved = threading.Event(), {}

@@ -77,6 +77,7 @@ def compare_with_one_process(
     assert_equal_gradients(get_gradients(model), get_gradients(expected))
 
 
+@pytest.mark.guarantees("same-loss-on-every-rank")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_loss_that_a_model_returns_is_that_of_all_labels(method: str, ranks: int) -> None:
@@ -84,6 +85,7 @@ def test_the_loss_that_a_model_returns_is_that_of_all_labels(method: str, ranks:
     run_ranks(lambda: compare_with_one_process(make, method, make_batch()), ranks)
 
 
+@pytest.mark.guarantees("same-loss-on-every-rank")
 def test_ranks_without_a_label_and_counts_of_the_user() -> None:
     def run() -> None:
         batch = make_batch()
@@ -94,6 +96,7 @@ def test_ranks_without_a_label_and_counts_of_the_user() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("own-positions")
 def test_a_model_that_returns_a_tuple() -> None:
     def run() -> None:
         batch = {**make_batch(), "return_dict": False}
@@ -167,6 +170,7 @@ def test_unpacked_batches_need_not_be_looked_at() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("context-parallel-attention", "packed-documents-apart")
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_documents_give_the_losses_of_the_documents_alone(method: str) -> None:
     """Documents that begin and end inside of chunks, another split in each sequence."""
@@ -229,6 +233,7 @@ PADDINGS = list(itertools.product(["llama", "gemma3_text", "gpt_oss"], ["left", 
 FAST_PADDINGS = [("llama", "both"), ("gemma3_text", "left"), ("gpt_oss", "right")]
 
 
+@pytest.mark.guarantees("context-parallel-attention")
 @pytest.mark.parametrize(
     ("family", "side"),
     [pytest.param(*cell, marks=() if cell in FAST_PADDINGS else pytest.mark.slow) for cell in PADDINGS],
@@ -302,6 +307,7 @@ def test_the_gradient_of_gathered_results_is_that_of_one_process() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("named-inputs")
 def test_inputs_that_the_user_names_are_sharded() -> None:
     def run() -> None:
         embeds = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(5))
@@ -411,6 +417,7 @@ def make_roberta() -> nn.Module:
     return AutoModelForCausalLM.from_config(config).train()
 
 
+@pytest.mark.guarantees("refused-lengths")
 def test_arguments_that_cannot_be_sharded_are_refused() -> None:
     def run() -> None:
         batch, model = make_batch(), shard(make_model())
@@ -461,6 +468,7 @@ def make_recurrent() -> nn.Module:
     return model
 
 
+@pytest.mark.guarantees("context-parallel-refusals")
 @pytest.mark.parametrize(
     ("make", "call", "message"),
     [
@@ -487,6 +495,7 @@ def test_models_that_turn_out_unfit_are_refused_in_the_first_forward(
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("context-parallel-refusals")
 @pytest.mark.parametrize(
     ("family", "message"),
     [

@@ -42,6 +42,7 @@ def get_window(make_function: Callable[[], Any], length: int = LENGTH) -> tuple[
     return window, counter.operations.total()
 
 
+@pytest.mark.guarantees("cached-masks")
 def test_masks_of_one_kind_are_asked_once() -> None:
     def run() -> None:
         kinds: list[tuple[Callable[[], Any], int | None]] = [

@@ -141,6 +141,7 @@ def check_one_softmax(
     assert error < tolerance, (pattern, heads, with_sinks)
 
 
+@pytest.mark.guarantees("context-parallel-attention")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_hold_head_and_tail_compute_one_softmax(ranks: int) -> None:
     def check(pattern: str) -> None:
@@ -269,6 +270,7 @@ SPLITS: dict[str, tuple[Chunk, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.guarantees("equal-work")
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_rank_computes_what_its_queries_see_in_few_calls(split: str) -> None:
     chunks = SPLITS[split]
@@ -282,6 +284,7 @@ def test_every_rank_computes_what_its_queries_see_in_few_calls(split: str) -> No
             assert calls.calls[direction] <= 2 * without_window.calls[direction], (pattern, direction)
 
 
+@pytest.mark.guarantees("skipped-keys")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("window", "document"), [(128, None), (None, 4096), (4096, 4096), (1024, 5000)])
 def test_long_sequences_cost_what_is_seen(ranks: int, window: int | None, document: int | None) -> None:
@@ -319,6 +322,7 @@ def test_a_plan_knows_the_products_of_segments() -> None:
     assert backward(*saved, *arguments, out_val=None) == 2 * pairs * 4 * (3 * 8 + 2 * 6)
 
 
+@pytest.mark.guarantees("nothing-whole-is-kept")
 def test_nothing_of_the_whole_sequence_is_kept_for_backward() -> None:
     def run() -> None:
         group = torch.distributed.group.WORLD

@@ -61,6 +61,7 @@ def fit(batch: dict[str, Tensor], *, is_compiled: bool = False, **options: Any) 
     return module.gradients
 
 
+@pytest.mark.guarantees("batches-without-images")
 @pytest.mark.parametrize(
     "options", [{}, {"is_compiled": True}, pytest.param({"is_frozen": True}, marks=pytest.mark.slow)], ids=str
 )
@@ -142,6 +143,7 @@ def test_a_module_that_goes_through_several_stages_is_checked_once() -> None:
     assert run_ranks(run, 2, group=False) == [1, 1]
 
 
+@pytest.mark.guarantees("dummy-images")
 def test_a_dummy_image_changes_nothing() -> None:
     def run() -> dict[str, Tensor]:
         batch = make_image_batch(FAMILY, 0) if os.environ["RANK"] == "0" else make_text_batch(1)

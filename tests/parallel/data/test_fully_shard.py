@@ -116,6 +116,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.guarantees("counts-unit-by-unit")
 def test_collectives_of_a_step() -> None:
     def run() -> None:
         for name, case in COUNTS.items():
@@ -178,6 +179,7 @@ class ThreeLinears(nn.Module):
         return self.third(self.second(self.first(inputs).relu()).relu())
 
 
+@pytest.mark.guarantees("reshard-anywhere")
 @pytest.mark.parametrize(("value", "gathered"), [(None, 3), (True, 3), (False, 0), (2, 3)])
 def test_the_flag_holds_for_modules_that_are_no_layers(value: bool | int | None, gathered: int) -> None:
     def run() -> None:
@@ -250,6 +252,7 @@ def test_replicas_without_shards_gather_nothing() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("deferred-reduction")
 def test_accumulation_reduces_once_per_unit_and_gathers_no_more_than_single_steps() -> None:
     def run() -> None:
         for options in ({}, {"enable_fsdp2_prefetch": False}):
@@ -338,6 +341,7 @@ def count_trainer_step(strategy: Any, module: pl.LightningModule, micro_batches:
     return callback.counter
 
 
+@pytest.mark.guarantees("counts-unit-by-unit")
 def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy() -> None:
     make_model = partial(make_causal_lm, LLAMA)
 

@@ -113,6 +113,7 @@ def clip_whole(dtype: torch.dtype, order: float, max_norm: float) -> tuple[Tenso
     return norm, [parameter.grad for parameter in parameters]
 
 
+@pytest.mark.guarantees("clipping-and-optimizers")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ("two-ranks", "four-ranks") else ()) for name in LAYOUTS],
@@ -206,6 +207,7 @@ def test_a_nonfinite_gradient_of_one_rank_raises_on_all_before_any_is_touched(va
     run_ranks(run, 4)
 
 
+@pytest.mark.guarantees("clipping-and-optimizers")
 def test_clip_grad_value_and_scale_gradients() -> None:
     def run() -> None:
         for name in ("four-ranks", "replicas", "mixed-meshes"):
@@ -262,6 +264,7 @@ def test_a_factor_of_16_bits_would_round_twice() -> None:
         assert not torch.equal((gradient.float() * FACTOR.float()).bfloat16(), gradient * FACTOR.bfloat16())
 
 
+@pytest.mark.guarantees("scaled-gradients")
 def test_gradients_are_scaled_and_clipped_by_one_operation_per_dtype() -> None:
     parameters = [parameter for dtype in (torch.bfloat16, torch.float32) for parameter in make_plain_parameters(dtype)]
     with StepCounter() as scaling:
@@ -319,6 +322,7 @@ def test_replicas_that_round_otherwise_clip_by_the_same_norm(monkeypatch: pytest
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.guarantees("partial-gradients")
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
 def test_partial_gradients_are_reduced_before_they_are_clipped(placement: Any) -> None:
     parts = torch.tensor([[3.0, -1.0], [5.0, -3.0]])
@@ -427,6 +431,7 @@ def accumulate(model: nn.Module, deferred: int) -> list[Tensor]:
     ]
 
 
+@pytest.mark.guarantees("shared-gradients")
 def test_deferred_gradients_of_parameters_that_share_one_are_separate() -> None:
     """Under tensor parallelism, where torch does not see that the other parameter holds the same memory."""
 

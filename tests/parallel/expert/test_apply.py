@@ -48,6 +48,7 @@ SAMPLE = {
 FAST = ("ep2 x efsdp2", "dp2 x tp2 with ep4+sp, accumulate 2")
 
 
+@pytest.mark.guarantees("expert-parallel-families")
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=() if layout in FAST else pytest.mark.slow) for layout in SAMPLE]
 )
@@ -99,6 +100,7 @@ def route_to_first_experts(model: Any) -> None:
         experts.register_forward_pre_hook(route, prepend=True)
 
 
+@pytest.mark.guarantees("own-expert-forward")
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_moe"])
@@ -106,6 +108,7 @@ def test_every_implementation_of_experts_works(family: str, implementation: str)
     run_ranks(lambda: compare_with_one_process(make_mixture(family, implementation), ep_size=2), 4)
 
 
+@pytest.mark.guarantees("no-tokens")
 @pytest.mark.parametrize(
     ("sizes", "implementation"),
     [
@@ -147,6 +150,7 @@ def leave_out_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_parallel, "compute_rows", compute_rows)
 
 
+@pytest.mark.guarantees("safeguards-of-experts")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("leave_out", "sizes", "message"),
@@ -267,6 +271,7 @@ def count_step(
     return dict(counter.collectives), layers, counter.host_syncs + lists[0]
 
 
+@pytest.mark.guarantees("exchanges", "recomputed-exchanges")
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("checkpointing", "exchanges"),
@@ -286,6 +291,7 @@ def test_a_layer_exchanges_rows_twice_each_way_and_waits_once(
         assert waits - other_waits == layers
 
 
+@pytest.mark.guarantees("recomputed-exchanges")
 @pytest.mark.parametrize("checkpointing", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_a_router_that_chooses_otherwise_in_the_recomputation_is_noticed(checkpointing: str) -> None:
     def run() -> None:
@@ -319,6 +325,7 @@ def test_experts_that_one_rank_holds_are_not_gathered() -> None:
     assert sharded["all_gather"] == dense["all_gather"] + 2 * layers - 1  # in forward and backward, but for the last
 
 
+@pytest.mark.guarantees("bytes-at-rest")
 @pytest.mark.slow
 def test_a_rank_holds_as_much_as_without_expert_parallelism() -> None:
     def count(**sizes: int) -> int:
@@ -329,6 +336,7 @@ def test_a_rank_holds_as_much_as_without_expert_parallelism() -> None:
         assert run_ranks(lambda sizes=sizes: count(**sizes), 4) == run_ranks(count, 4)
 
 
+@pytest.mark.guarantees("compiled-experts")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "checkpointing"), [*((name, False) for name in IMPLEMENTATIONS), ("grouped_mm", "full")]
@@ -431,6 +439,7 @@ def test_adapters_of_attention_have_the_gradients_of_one_process() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("refused-mixtures")
 @pytest.mark.parametrize(
     ("family", "change", "sizes", "message"),
     [

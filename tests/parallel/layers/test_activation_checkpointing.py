@@ -64,6 +64,7 @@ def count(mode: Any) -> tuple[Counter[str], int]:
     return counter.operations, flops.get_flop_counts()["Global"][torch.ops.aten.mm]
 
 
+@pytest.mark.guarantees("full-checkpointing")
 def test_each_layer_is_computed_twice_as_far_as_backward_needs_it() -> None:
     plain, plain_flops = count(False)
     full, full_flops = count("full")
@@ -76,6 +77,7 @@ def test_each_layer_is_computed_twice_as_far_as_backward_needs_it() -> None:
     assert full_flops == plain_flops + LAYERS * 2 * BATCH * LENGTH * weights
 
 
+@pytest.mark.guarantees("selective-checkpointing")
 def test_selective_keeps_attention_and_every_second_product() -> None:
     plain, plain_flops = count(False)
     selective, flops = count("selective")
@@ -130,6 +132,7 @@ def test_selective_keeps_attention_of_documents_under_context_parallel() -> None
     assert run_ranks(run, 2)[0] == 2 * LAYERS  # a rank has two chunks of the sequence
 
 
+@pytest.mark.guarantees("selective-checkpointing")
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tp", "sp"])
 def test_selective_repeats_no_collective_but_all_gathers(sequence_parallel: bool) -> None:
     def run() -> list[Counter[str]]:
@@ -163,6 +166,7 @@ def test_weights_are_gathered_as_often_as_without() -> None:
     assert plain == full == selective
 
 
+@pytest.mark.guarantees("full-checkpointing")
 def test_a_layer_keeps_its_input_alone_or_half_of_its_products() -> None:
     def measure(mode: Any, layers: int) -> int:
         model = make_causal_lm({**LLAMA, "num_hidden_layers": layers})
@@ -182,6 +186,7 @@ def test_a_layer_keeps_its_input_alone_or_half_of_its_products() -> None:
     assert plain > 2 * selective
 
 
+@pytest.mark.guarantees("selective-checkpointing")
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tp", "sp"])
 def test_tensor_parallel_layers_keep_nothing_that_backward_does_not_read(sequence_parallel: bool) -> None:
     def run() -> int:

@@ -145,6 +145,7 @@ def make_batches() -> list[Tensor]:
     return list(torch.randn(6, 16, FEATURES, generator=torch.Generator().manual_seed(3)))
 
 
+@pytest.mark.guarantees("running-statistics")
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_buffers_gradients_and_losses_are_those_without_repetition(norm: str, mode: Any) -> None:

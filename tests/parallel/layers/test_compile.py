@@ -86,6 +86,7 @@ CELLS = [(kind, layout, mode) for kind in MODELS for layout in LAYOUTS for mode 
 FAST = [("llama", "dp2", False)]
 
 
+@pytest.mark.guarantees("compiled-layers")
 @pytest.mark.parametrize(
     ("kind", "layout", "mode"),
     [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS],
@@ -342,6 +343,7 @@ def watch_losses() -> Iterator[list[Any]]:
         yield graphs
 
 
+@pytest.mark.guarantees("compiled-losses")
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_loss_is_compiled_with_the_layers(ranks: int) -> None:
     def run() -> list[int]:
@@ -403,6 +405,7 @@ def test_generated_code_computes_the_loss(is_chunked: bool, monkeypatch: pytest.
 # ---------------------------------------------------------------------- names, doors, refusals
 
 
+@pytest.mark.guarantees("compiled-layers")
 def test_names_stay_and_state_dicts_load_either_way() -> None:
     def run() -> None:
         plain = make_rough_model(LLAMA)

@@ -69,6 +69,7 @@ def compute(
 # ---------------------------------------------------------------------- one layer
 
 
+@pytest.mark.guarantees("float8")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "in float8"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -89,6 +90,7 @@ def test_autocast_rounds_the_input_and_not_the_weight(recipe: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.guarantees("frozen-products")
 @pytest.mark.parametrize(
     ("recipe", "trained", "frozen"),
     [
@@ -166,6 +168,7 @@ def test_a_layer_keeps_its_class_hooks_mode_and_names() -> None:
     assert list(linear.state_dict()) == names
 
 
+@pytest.mark.guarantees("compiled-float8")
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -215,6 +218,7 @@ def apply(model: nn.Module, **options: Any) -> Conversion:
     return run_ranks(lambda: convert_in_place(model, **options), 1)[0]
 
 
+@pytest.mark.guarantees("float8")
 def test_all_linear_layers_but_the_head_are_converted() -> None:
     conversion = apply(make_causal_lm(WIDE_LLAMA), emulate=False)
     assert conversion.converted == LINEARS
@@ -243,6 +247,7 @@ def test_an_empty_skip_leaves_out_no_head_whose_size_fits() -> None:
     assert odd.left_out == {"lm_head": "sizes are not multiples of 16"}
 
 
+@pytest.mark.guarantees("frozen-products")
 def test_adapters_stay_and_their_base_layers_do_not() -> None:
     conversion = apply(add_adapters(make_causal_lm(WIDE_LLAMA), target_modules=["q_proj", "lm_head"]))
     assert "model.layers.0.self_attn.q_proj.base_layer" in conversion.converted
@@ -292,6 +297,7 @@ def test_routers_stay_under_expert_parallelism() -> None:
     assert sorted(left_out.values()) == ["output head", "router", "router"]
 
 
+@pytest.mark.guarantees("float8-limits")
 def test_packed_experts_stay() -> None:
     config = {**WIDE_LLAMA, "model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 2}
     conversion = apply(AutoModelForCausalLM.from_config(make_config(config)))
@@ -407,6 +413,7 @@ def test_small_layers_are_left_out_if_asked() -> None:
 # ---------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.guarantees("nothing-to-convert")
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
@@ -455,6 +462,7 @@ def test_a_build_of_torchao_for_a_version_of_cuda_is_taken(monkeypatch: pytest.M
     check_torchao()
 
 
+@pytest.mark.guarantees("devices-of-float8")
 def test_a_device_without_units_for_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> Tensor:
         raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9")
@@ -529,6 +537,7 @@ def test_a_wrong_plan_is_still_refused() -> None:
         run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("compiled-float8")
 @pytest.mark.parametrize(("mode", "repeated"), [(False, 0), ("selective", 2 * 3), ("full", 2 * 7)])
 def test_checkpointing_repeats_products_in_float8_as_it_does_others(mode: Any, repeated: int) -> None:
     """Full: all seven of a layer, though backward needs no result of the last: torch sees too late what it saves."""
@@ -564,6 +573,7 @@ def test_compiled_layers_repeat_the_same_products(compile_without_code: None) ->
     assert run_ranks(run, 1) == [7 * 3 + 3]
 
 
+@pytest.mark.guarantees("compiled-float8")
 @pytest.mark.parametrize("mode", [False, pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tp_size": 2}], ids=["dp2", "tp2"])
 def test_compiled_layers_share_a_graph_and_have_the_same_gradients(
@@ -641,6 +651,7 @@ def test_float8_without_compilation_warns(
     assert run_ranks(run, 2) == [warns, 0]
 
 
+@pytest.mark.guarantees("float8-limits", "checkpoints-with-float8")
 def test_weights_and_state_dicts_are_those_without_float8() -> None:
     def run() -> None:
         plain = parallelize(make_causal_lm(WIDE_LLAMA), float8=None).state_dict()

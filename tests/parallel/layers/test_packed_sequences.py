@@ -94,6 +94,7 @@ PACKED = {
 }
 
 
+@pytest.mark.guarantees("refused-packed-batches")
 @pytest.mark.parametrize("positions", PACKED.values(), ids=PACKED)
 def test_a_packed_batch_is_refused(positions: list[int]) -> None:
     def run() -> None:

@@ -102,6 +102,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.guarantees("chunked-loss")
 @pytest.mark.parametrize(
     ("mesh", "models"),
     [
@@ -356,6 +357,7 @@ class LogitsElements(TorchDispatchMode):
         return result
 
 
+@pytest.mark.guarantees("chunked-loss")
 @pytest.mark.parametrize("mesh", ["dp1", pytest.param("tp2", marks=pytest.mark.slow), "tp2+loss"])
 def test_logits_exist_for_a_chunk_at_a_time(mesh: str) -> None:
     ranks, options = MESHES[mesh]

@@ -42,6 +42,7 @@ def train_step(use_mesh: bool) -> tuple[dict[str, Tensor], float, float]:
     return whole({name: p.grad for name, p in model.named_parameters()}), mean.loss.item(), mean.tokens.item()
 
 
+@pytest.mark.guarantees("token-mean")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradient_loss_and_count_over_ranks_and_micro_batches(ranks: int) -> None:
     torch.manual_seed(0)

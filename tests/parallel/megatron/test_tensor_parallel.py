@@ -80,6 +80,7 @@ def make_model(config: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------------- the functions of the contract
 
 
+@pytest.mark.guarantees("plain-loops")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -115,6 +116,7 @@ def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any) -> None:
     KIND.run(run, 4)
 
 
+@pytest.mark.guarantees("double-buffer")
 def test_torchs_styles_are_refused_with_buffers_that_units_share() -> None:
     def run() -> None:
         mesh = create_device_mesh(MegatronFSDPConfig(), tp_size=2)
@@ -130,6 +132,7 @@ def test_torchs_styles_are_refused_with_buffers_that_units_share() -> None:
 # ---------------------------------------------------------------------- what ranks compute with
 
 
+@pytest.mark.guarantees("double-buffer")
 def test_modules_compute_with_raw_parameters_or_with_copies_but_not_with_views() -> None:
     """A saved view would not follow a parameter to another buffer."""
 
@@ -159,6 +162,7 @@ def test_modules_compute_with_raw_parameters_or_with_copies_but_not_with_views()
 # ---------------------------------------------------------------------- what ranks send
 
 
+@pytest.mark.guarantees("partial-gradients-are-summed-once")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_partial_gradients_are_summed_by_one_all_reduce_per_step(accumulate: int) -> None:
     def run() -> None:
@@ -183,6 +187,7 @@ def test_partial_gradients_are_summed_by_one_all_reduce_per_step(accumulate: int
     KIND.run(run, 2)
 
 
+@pytest.mark.guarantees("megatron-prefetching")
 @pytest.mark.parametrize("zero_dp_strategy", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead(zero_dp_strategy: int) -> None:
     def run() -> tuple[int, int, int]:
@@ -237,6 +242,7 @@ def test_packed_weights_whose_columns_the_ranks_do_not_divide_are_those_of_one_p
 # ---------------------------------------------------------------------- what ranks save
 
 
+@pytest.mark.guarantees("nothing-is-converted")
 def test_a_save_and_a_load_gather_no_tensor(tmp_path: Path) -> None:
     def run() -> None:
         model = make_model(QWEN3)

@@ -37,6 +37,7 @@ def make_batch() -> dict[str, Any]:
     }
 
 
+@pytest.mark.guarantees("divided-batches")
 def test_rows_are_divided_and_everything_else_is_whole() -> None:
     batch = make_batch()
     assert count_rows(batch) == 4
@@ -75,6 +76,7 @@ def test_names_count_at_any_depth_and_lists_of_items_go_with_their_rows() -> Non
         divide_batch({"inputs": {**inputs, "cu_seq_lens_q": torch.tensor([0, 3])}}, 3)
 
 
+@pytest.mark.guarantees("divided-batches")
 def test_positions_are_divided_along_the_batch_even_if_there_are_as_many_rows_as_axes() -> None:
     positions = torch.arange(3 * 3 * 2).view(3, 3, 2)
     parts = divide_batch({"input_ids": TOKENS[:3], "position_ids": positions}, 3)

@@ -21,6 +21,7 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
 
 
+@pytest.mark.guarantees("plain-loops", "loops-of-stages")
 @pytest.mark.parametrize(("family", "schedule", "stages"), [("gpt2", "1f1b", 1), ("llama", "interleaved_1f1b", 2)])
 def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: int) -> None:
     batches = make_token_batches(6, size=4)

@@ -189,12 +189,14 @@ def test_transfers_take_time_only_between_ranks() -> None:
     assert [(event.start, event.end) for event in one] == [(0, 1), (1, 11), (11, 21), (21, 22)]
 
 
+@pytest.mark.guarantees("bubble")
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), _CASES)
 def test_bubble_is_that_of_the_closed_form(schedule: str, p: int, m: int, v: int) -> None:
     if m % p == 0 or v == 1:
         assert compute_bubble(_build(schedule, p, m, v)) == pytest.approx((p - 1) / (v * m + p - 1))
 
 
+@pytest.mark.guarantees("micro-batches-in-flight")
 @pytest.mark.parametrize("m", [4, 8, 16])
 def test_micro_batches_in_flight(m: int) -> None:
     assert [count_in_flight(order) for order in _build("1f1b", 4, m, 1)] == [4, 3, 2, 1]
@@ -206,6 +208,7 @@ def test_micro_batches_in_flight_when_interleaved_or_few() -> None:
     assert [count_in_flight(order) for order in _build("1f1b", 4, 2, 1)] == [2, 2, 2, 1]
 
 
+@pytest.mark.guarantees("number-of-micro-batches")
 @pytest.mark.parametrize(
     ("rows", "schedule", "p", "v", "expected"),
     [

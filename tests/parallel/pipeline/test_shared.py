@@ -34,6 +34,7 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["input_ids"]).square().mean()
 
 
+@pytest.mark.guarantees("parameters-of-all-stages")
 @pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"pp_size": 4}])
 def test_every_copy_has_the_gradient_of_one_process(sizes: dict[str, int]) -> None:
     def run() -> dict[str, Tensor]:

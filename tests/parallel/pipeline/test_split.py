@@ -97,6 +97,7 @@ def check_family(family: str) -> None:
         assert_equal_to_whole(model)
 
 
+@pytest.mark.guarantees("no-stage-class")
 @pytest.mark.parametrize("family", SAMPLE)
 def test_stages_equal_the_whole_model(family: str) -> None:
     check_family(family)
@@ -315,6 +316,7 @@ def get_costs(costs: list[float], counts: list[int], before: float, after: float
     return result
 
 
+@pytest.mark.guarantees("cheapest-stages")
 @pytest.mark.parametrize("seed", range(20))
 def test_the_most_expensive_stage_is_as_cheap_as_possible(seed: int) -> None:
     generator = random.Random(seed)
@@ -326,6 +328,7 @@ def test_the_most_expensive_stage_is_as_cheap_as_possible(seed: int) -> None:
     assert (max(found), sum(cost**2 for cost in found)) == best
 
 
+@pytest.mark.guarantees("cheapest-stages")
 def test_a_large_head_takes_layers_from_the_last_stage() -> None:
     def count(vocabulary: int) -> list[int]:
         with torch.device("meta"):

@@ -25,6 +25,7 @@ def build_on_meta(family: str) -> nn.Module:
         return AutoModelForCausalLM.from_config(make_family_config(family))
 
 
+@pytest.mark.guarantees("found-by-a-trace")
 @pytest.mark.parametrize("build", [build_on_meta, make_family_model])
 def test_modules_run_before_or_after_the_layers(build: Any) -> None:
     found = trace(build("gpt2"))
@@ -64,6 +65,7 @@ def test_a_model_that_reads_values_is_traced_on_zeros() -> None:
     assert model.embedding.weight.is_meta
 
 
+@pytest.mark.guarantees("found-by-a-trace")
 def test_a_trace_changes_nothing() -> None:
     model = make_family_model("gemma3_text")
     model.model.layers[0].eval()
@@ -194,6 +196,7 @@ def fail(model: ToyModel, hidden: Tensor) -> Tensor:
     raise KeyError("missing")
 
 
+@pytest.mark.guarantees("refused-pipeline-families", "refused-pipelines")
 @pytest.mark.parametrize(
     ("run", "layer", "reason"),
     [

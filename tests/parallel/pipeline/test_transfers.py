@@ -33,6 +33,7 @@ def make_tensors(number: int, *, length: int = 3) -> list[Tensor]:
     return [hidden.bfloat16(), torch.tensor(number + 0.5, dtype=torch.float64)]
 
 
+@pytest.mark.guarantees("boundaries")
 def test_tensors_of_any_shape_arrive_under_their_tags() -> None:
     def run() -> list[Tensor]:
         transfers, headers = make_transfers()

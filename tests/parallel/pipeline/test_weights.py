@@ -55,6 +55,7 @@ def assert_parts_of(stages: list[nn.Module], whole: nn.Module) -> None:
     assert found == expected.keys()
 
 
+@pytest.mark.guarantees("same-seed", "seeds-of-stages")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
 def test_a_seed_gives_stages_the_weights_of_one_process(family: str) -> None:
     whole, *stages = build_stages(lambda: build_on_meta(family))
@@ -94,6 +95,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
+@pytest.mark.guarantees("no-whole-model")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_stage_reads_only_its_own_tensors(family: str, read: set[str], tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -219,6 +219,7 @@ def test_one_pattern_may_stand_for_embeddings_and_linear_layers() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("several-families")
 def test_tied_weights_of_which_the_plan_shards_one_stay_tied_whole_and_right() -> None:
     def run() -> None:
         plain = make_rough_model(TIED_LLAMA)
@@ -446,6 +447,7 @@ FAST_ADAPTERS = [
 ]
 
 
+@pytest.mark.guarantees("several-families")
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -473,6 +475,7 @@ def test_adapters_of_low_rank_on_a_frozen_base(name: str, flags: str) -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("adapters-under-tensor-parallelism")
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
@@ -503,6 +506,7 @@ def test_other_adapters_are_refused_by_name(model_type: str, options: dict[str, 
 # ---------------------------------------------------------------------- loss on a sharded vocabulary
 
 
+@pytest.mark.guarantees("loss-parallel")
 @pytest.mark.parametrize(
     ("config", "sequence_parallel"),
     [
@@ -539,6 +543,7 @@ def test_the_loss_on_a_sharded_vocabulary_and_its_gradients(config: dict[str, An
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("loss-parallel")
 def test_logits_of_a_sharded_vocabulary_are_never_gathered() -> None:
     def run() -> None:
         model = make_rough_model(LLAMA)

@@ -235,6 +235,7 @@ def test_bad_input_is_refused_with_its_reason_before_anything_is_touched() -> No
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("heads-that-do-not-divide")
 @pytest.mark.parametrize(
     ("ranks", "config", "message"),
     [

@@ -88,6 +88,7 @@ def test_models_without_lists_of_layers_get_none() -> None:
     assert draft_plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == {}
 
 
+@pytest.mark.guarantees("drafts-of-plans")
 def test_the_draft_has_the_gradients_of_one_process() -> None:
     def run() -> None:
         torch.manual_seed(0)

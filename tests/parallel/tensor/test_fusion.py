@@ -47,6 +47,7 @@ def run_step(model: Any, batch_size: int, seed: int = 1) -> dict[str, Tensor | N
 # ---------------------------------------------------------------------- fusion
 
 
+@pytest.mark.guarantees("list-of-flags")
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -113,6 +113,7 @@ def test_embedding_and_head_are_added_where_a_plan_leaves_them_out() -> None:
     assert not any("lm_head" in name or name.startswith("model.") for name in plan)
 
 
+@pytest.mark.guarantees("families-with-a-plan")
 def test_our_plan_where_the_family_needs_one_and_the_model_s_own_by_name() -> None:
     model = make_family_on_meta("olmo2")
     assert get_plan(find_parts(model))[f"{LAYER}self_attn.q_proj"] == ColumnWise()
@@ -163,6 +164,7 @@ def test_an_embedding_that_looks_at_the_tokens_stays_whole() -> None:
     )
 
 
+@pytest.mark.guarantees("registered-plans")
 @pytest.mark.usefixtures("registry")
 def test_a_registered_class_wins_over_a_registered_family_over_ours_over_the_model_s_own() -> None:
     model = make_on_meta(GPT2)
@@ -222,6 +224,7 @@ def test_without_any_plan_the_error_says_what_to_write() -> None:
         get_plan(find_parts(nn.Sequential(nn.Linear(2, 2))))
 
 
+@pytest.mark.guarantees("own-plan")
 def test_a_given_plan_means_what_it_says_and_stays_as_it_is() -> None:
     model = make_on_meta(LLAMA)
     style = ColumnWise(sections=2)
@@ -243,6 +246,7 @@ def test_a_given_plan_means_what_it_says_and_stays_as_it_is() -> None:
 # ---------------------------------------------------------------------- what its words mean
 
 
+@pytest.mark.guarantees("styles-of-transformers")
 def test_every_style_that_the_installed_transformers_knows_is_known_or_refused_by_name() -> None:
     for name in ALL_PARALLEL_STYLES:
         if name in STYLES:
@@ -405,6 +409,7 @@ def build_plan(model: nn.Module) -> Mapping[str, str]:
     return {"lm_head": "colwise_rep"}
 
 
+@pytest.mark.guarantees("own-plan")
 def test_an_import_path_names_a_dict_or_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("plans_of_a_user")
     monkeypatch.setitem(sys.modules, "plans_of_a_user", module)

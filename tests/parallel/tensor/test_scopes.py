@@ -57,6 +57,7 @@ def assert_trains_like(plain: nn.Module, sharded: nn.Module, *batches: dict[str,
 # ---------------------------------------------------------------------- collectives
 
 
+@pytest.mark.guarantees("derived-sequence-parallelism")
 @pytest.mark.parametrize("config", [LLAMA, COUNTED_GPT2], ids=["llama", "gpt2"])
 def test_a_layer_costs_two_all_gathers_and_two_reduce_scatters_each_way(config: dict[str, Any]) -> None:
     def run() -> None:
@@ -87,6 +88,7 @@ def test_a_layer_costs_two_all_gathers_and_two_reduce_scatters_each_way(config: 
 # ---------------------------------------------------------------------- what it computes
 
 
+@pytest.mark.guarantees("derived-sequence-parallelism")
 @BOTH_MODELS
 def test_a_model_trains_like_in_one_process(config: dict[str, Any]) -> None:
     def run() -> None:

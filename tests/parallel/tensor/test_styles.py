@@ -285,6 +285,7 @@ class HeadNorms(nn.Module):
         return self.last(self.down(self.norm(heads).transpose(1, 2).flatten(-2)))
 
 
+@pytest.mark.guarantees("head-norms")
 def test_replicated_norms_of_local_heads_and_of_whole_states() -> None:
     def run() -> None:
         plan = {"up": ColumnWise(), "norm": Replicated(on_shards=True), "down": RowWise(), "last": Replicated()}

@@ -110,6 +110,7 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.guarantees("plan-is-verified", "wrong-plan-is-refused")
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
     [
@@ -161,6 +162,7 @@ def assert_same_gradients(plain: Any, sharded: Any) -> None:
     assert_equal_gradients(get_gradients(sharded), get_gradients(plain))
 
 
+@pytest.mark.guarantees("wrong-plan-is-refused", "head-norms")
 @BOTH
 def test_what_is_missing_can_be_added(sequence_parallel: bool) -> None:
     def run() -> None:
@@ -205,6 +207,7 @@ def test_a_forward_without_gradients_verifies_nothing_and_the_next_one_does() ->
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("plan-is-verified")
 def test_each_layer_is_followed_once_and_a_layer_that_comes_later_too() -> None:
     def run() -> None:
         model: Any = make_family_model("qwen3")

@@ -25,6 +25,7 @@ def make_changes(sizes: Sequence[tuple[int, float]], category: str = ACTIVATIONS
     return [MemoryChange(0, category, int(size * MIB), number) for number, size in sizes]
 
 
+@pytest.mark.guarantees("held-memory")
 @pytest.mark.parametrize(
     ("sizes", "reserved"),
     [

@@ -78,6 +78,7 @@ def get_table(description: Description) -> list[str]:
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
+@pytest.mark.guarantees("described-shards")
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [({}, {}), ({"tp_size": 2}, {"sequence_parallel": True, "activation_checkpointing": "full"})],
@@ -333,6 +334,7 @@ def test_names_are_those_within_the_model_and_adapters_of_one_line() -> None:
     assert {"self_attn.q_proj.base_layer.weight", "mlp.down_proj.lora_A.default.weight"} <= {*names}
 
 
+@pytest.mark.guarantees("described-shards")
 def test_tables_fit_100_columns() -> None:
     strategy = FSDP2Strategy(tp_size=2, cp_size=2, dp_replicate_size=2, config=FSDP2Config(offload_policy=True))
     lines = get_table(run_describe(strategy, 16, precision="bf16-mixed"))

@@ -54,6 +54,7 @@ def leave_out_numbers(calls: list[Call]) -> list[Call]:
     return [call for call in calls if call[2] > 64]
 
 
+@pytest.mark.guarantees("simulated-stages")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_simulated_stage_is_that_of_processes_that_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ def plan(ranks: int, strategy: Any, *, rank: int = 0, module: dict[str, Any] | N
     return run_ranks(run, 1, group=False)[0]
 
 
+@pytest.mark.guarantees("same-code", "plans-beside-real-runs")
 @pytest.mark.parametrize(
     "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
@@ -238,6 +239,7 @@ class ChoosesByValue(Normalized):
         return loss if loss > 0 else -loss
 
 
+@pytest.mark.guarantees("nothing-is-invented")
 def test_a_step_that_depends_on_values_is_refused() -> None:
     def run() -> str:
         with torch.device("meta"):

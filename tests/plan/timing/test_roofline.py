@@ -131,6 +131,7 @@ def test_attention_reaches_what_was_published(
     assert get_seconds(operation, DEVICES["h100"], as_reached=True) == pytest.approx(1)
 
 
+@pytest.mark.guarantees("bounds")
 def test_no_estimate_is_below_its_bound() -> None:
     for device in DEVICES.values():
         for operation in (

@@ -50,6 +50,7 @@ def say(function: Callable[..., None], *of_rank: dict[str, Any], **options: Any)
     return run_ranks(run, len(of_rank), **options)
 
 
+@pytest.mark.guarantees("nodes-agree", "compared-at-the-start")
 @pytest.mark.parametrize(
     ("own", "other", "difference"),
     [
@@ -92,6 +93,7 @@ def test_other_hyperparameters_of_a_script_are_told(monkeypatch: pytest.MonkeyPa
     run_ranks(run, 2)
 
 
+@pytest.mark.guarantees("nodes-agree", "compared-at-the-start")
 @pytest.mark.parametrize("of_rank_0", [False, True])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, of_rank_0: bool) -> None:
     versions = distributed.get_versions()
@@ -167,6 +169,7 @@ def keep_apart(folder: Path) -> None:
     assert libc.mount(b"none", str(folder).encode(), b"tmpfs", 0, None) == 0
 
 
+@pytest.mark.guarantees("compared-at-the-start")
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"

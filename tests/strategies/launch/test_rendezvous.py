@@ -66,6 +66,7 @@ def start(rendezvous_timeout: timedelta, **environment: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.guarantees("rendezvous")
 def test_ranks_that_do_not_come_are_named() -> None:
     for rank, message in enumerate(run_ranks(start, 3, timedelta(seconds=2), group=False)):
         assert f"Rank {rank} ({HOSTS[rank]}) waited at 127.0.0.1:" in message
@@ -130,6 +131,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 # ---------------------------------------------------------------------- later
 
 
+@pytest.mark.guarantees("silent-ranks")
 @fast_under("fsdp2")
 def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_PROBE_TIMEOUT", timedelta(seconds=2))

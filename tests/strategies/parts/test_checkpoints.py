@@ -109,6 +109,7 @@ ASYNC = CheckpointConfig(async_save=True)
 # ---------------------------------------------------------------------- asynchronous
 
 
+@pytest.mark.guarantees("async-save")
 def test_training_goes_on_while_a_checkpoint_of_its_moment_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_training_goes_on_while_a_checkpoint_of_its_moment_is_written(
     run_ranks(run, WORLD)
 
 
+@pytest.mark.guarantees("failed-saves")
 def test_a_failed_write_is_raised_in_the_next_step_on_all_ranks_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +184,7 @@ def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path: Path, m
     assert names(tmp_path) == []
 
 
+@pytest.mark.guarantees("nothing-is-removed-early", "complete-last")
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_last_names_a_complete_checkpoint_at_every_moment(
     is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +328,7 @@ def test_optimizers_that_are_stepped_by_hand_wait_for_the_copies(monkeypatch: py
 # ---------------------------------------------------------------------- Lightning's own machinery
 
 
+@pytest.mark.guarantees("model-checkpoint")
 @pytest.mark.filterwarnings(r"ignore:ModelCheckpoint\(save_last=True\) writes every checkpoint twice")
 @pytest.mark.parametrize(
     ("is_async", "save_last"),
@@ -425,6 +429,7 @@ def test_a_checkpoint_amid_accumulation_says_what_it_lacks(tmp_path: Path) -> No
     assert amid[0].startswith("A checkpoint is saved during gradient accumulation (accumulate_grad_batches=2)")
 
 
+@pytest.mark.guarantees("model-checkpoint")
 def test_saves_by_time_and_on_an_exception(tmp_path: Path) -> None:
     def run() -> None:
         by_time = ModelCheckpoint(tmp_path / "time", "{step}", train_time_interval=timedelta(0), save_top_k=-1)
@@ -461,6 +466,7 @@ def test_a_checkpoint_saved_after_test_and_one_of_weights_only(tmp_path: Path) -
     run_ranks(run, WORLD)
 
 
+@pytest.mark.guarantees("lightnings-files")
 @pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sync", "async"])
 def test_a_single_file_resumes_under_fsdp2_and_under_one_process(is_async: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
@@ -493,6 +499,7 @@ def test_a_single_file_resumes_under_fsdp2_and_under_one_process(is_async: bool,
     run_ranks(run_alone, 1)
 
 
+@pytest.mark.guarantees("dead-drafts")
 def test_a_fit_removes_what_dead_saves_have_left(tmp_path: Path) -> None:
     def start_and_die() -> None:
         folder.Draft(tmp_path / "a.ckpt").path.mkdir()
@@ -621,6 +628,7 @@ def test_a_name_that_is_being_written_is_taken(tmp_path: Path, monkeypatch: pyte
 # ---------------------------------------------------------------------- all ranks, or an explanation
 
 
+@pytest.mark.guarantees("save-on-one-rank")
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_save_on_one_rank_is_explained(rank: int, tmp_path: Path) -> None:
     def run() -> None:
@@ -739,6 +747,7 @@ class Reader(Regressor):
         return super().training_step(INPUTS[:8], batch_idx)
 
 
+@pytest.mark.guarantees("dropped-states")
 @pytest.mark.parametrize("loader", [RankLoader, GlobalLoader])
 @pytest.mark.parametrize(
     ("before", "after", "samples"),
@@ -880,6 +889,7 @@ class SavesKeys(Regressor):
         return [optimizer], [schedule]
 
 
+@pytest.mark.guarantees("everything-is-restored")
 @pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_hooks_and_schedules_get_back_what_they_saved(format_: Any, tmp_path: Path) -> None:
     def run() -> None:
@@ -903,6 +913,7 @@ class SharedStore(LocalFileSystem):
         return LocalFileSystem._strip_protocol(str(path).removeprefix("shared:/"))
 
 
+@pytest.mark.guarantees("stores")
 def test_a_store_of_fsspec_holds_the_checkpoints_of_all_ranks(tmp_path: Path) -> None:
     fsspec.register_implementation("shared", SharedStore, clobber=True)
 

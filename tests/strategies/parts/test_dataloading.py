@@ -146,6 +146,7 @@ class Tokens(pl.LightningDataModule):
         )
 
 
+@pytest.mark.guarantees("next-sample")
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states of 1 ranks")
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 2), (1, 1), (1, 2)])
 def test_a_resume_with_another_batch_size_or_world_trains_on_all_that_was_left(
@@ -217,6 +218,7 @@ def test_the_trainer_shards_the_data_and_seeds_the_workers() -> None:
 # ---------------------------------------------------------------------- predict
 
 
+@pytest.mark.guarantees("predictions")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_predict_makes_one_prediction_per_sample(world_size: int) -> None:
     def run() -> list[list[Any]]:
@@ -289,6 +291,7 @@ def run_stage(trainer: pl.Trainer, stage: str, module: Reader, loader: Any) -> N
 UNKNOWN_LENGTH = ("stream", "stream of guessed length", "plain iterable")
 
 
+@pytest.mark.guarantees("ragged-data")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_ranks
@@ -32,6 +33,7 @@ def test_a_step_leaves_inference_mode_and_releases_what_it_gathered() -> None:
     assert run_ranks(run, 1) == [(False, False, ["released"])]
 
 
+@pytest.mark.guarantees("predictions")
 def test_ranks_with_fewer_batches_run_along_to_the_end_of_each_loader() -> None:
     batches = ([2, 1], [3, 4])
     """Batches of both ranks in each of two data loaders."""

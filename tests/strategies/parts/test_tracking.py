@@ -57,6 +57,7 @@ def read_wandb(folder: Path) -> Metrics:
     }
 
 
+@pytest.mark.guarantees("tokens-and-description")
 def test_csv_tensorboard_and_wandb_get_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -85,6 +86,7 @@ def test_csv_tensorboard_and_wandb_get_the_same(tmp_path: Path, monkeypatch: pyt
         assert told["run"] == run.config["run"]
 
 
+@pytest.mark.guarantees("hp-metric")
 def test_tensorboard_gets_no_row_that_nobody_logged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     logger = TensorBoardLogger(tmp_path, "tensorboard", "")
@@ -100,6 +102,7 @@ def test_tensorboard_gets_no_row_that_nobody_logged(tmp_path: Path) -> None:
     assert "run" in yaml.unsafe_load((tmp_path / "tensorboard" / "hparams.yaml").read_text())
 
 
+@pytest.mark.guarantees("tokens-and-description")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -158,6 +161,7 @@ class LogsToo(Callback):
             raise RuntimeError("as asked for")
 
 
+@pytest.mark.guarantees("one-row-per-step")
 @pytest.mark.parametrize("fails_at", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_is_one_row(fails_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
