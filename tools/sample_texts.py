@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = {"docstring": 16, "comment": 10, "error": 7, "paragraph": 7}
-GENERATED = ("parity", "test-all", "flags", "compatibility", "moved")
+GENERATED = ("parity", "test-all", "matrices", "flags", "compatibility", "moved")
 """Beginnings of the names of pages that a program writes."""
 
 FENCED_BLOCK = re.compile(r"^ *(?P<fence>```+|~~~+).*?^ *(?P=fence) *$", re.MULTILINE | re.DOTALL)
