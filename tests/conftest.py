@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import benchmarks.gpu  # noqa: F401  first, since it keeps transformers from importing torchao, which starts CUDA
 
 # isort: split
+import datasets  # noqa: F401  half of the time of a command line that reads data
 import lightning.pytorch  # noqa: F401
 import peft  # noqa: F401
 import pytest
@@ -18,6 +19,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from torch._dynamo.utils import counters
 
 import lightning_fsdp2
+import lightning_fsdp2.cli.app
 from lightning_fsdp2.parallel.layers.compile import apply_compile
 
 torch.set_num_threads(1)
