@@ -97,17 +97,19 @@ def test_a_module_that_cannot_be_initialised_is_named() -> None:
         materialize(model, torch.device("cpu"))
 
 
-def test_a_model_with_weights_takes_those_of_the_first_rank() -> None:
-    def run(meta: Any) -> Tensor:
+@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"tp_size": 2}], ids=["hsdp2x2", "dp2xtp2"])
+def test_a_model_with_weights_takes_those_of_the_first_rank(sizes: dict[str, int]) -> None:
+    """Each rank would otherwise begin with other weights, on every axis of the mesh."""
+
+    def run() -> Tensor:
         torch.manual_seed(torch.distributed.get_rank())
-        model = FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy()), create_device_mesh()).parallelize(
-            PlainTransformer()
-        )
-        return whole(model.state_dict())["head.weight"]
+        model = make_causal_lm(LLAMA)
+        FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy()), create_device_mesh(**sizes)).parallelize(model)
+        return whole(model.state_dict())["lm_head.weight"]
 
     torch.manual_seed(0)
-    expected = PlainTransformer().head.weight
-    for actual in run_ranks(run, 3, None):
+    expected = make_causal_lm(LLAMA).lm_head.weight
+    for actual in run_ranks(run, 4):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 

@@ -482,6 +482,24 @@ def test_a_run_resumed_at_the_end_of_a_ragged_epoch(kind: str, tmp_path: Path) -
     run_ranks(lambda: assert_resumed_run_reads_the_next_batch(kind, EPOCH, tmp_path, is_ragged=True), 2)
 
 
+def test_a_shortened_loader_that_resumes_ends_by_itself() -> None:
+    """Also in a loop that does not count the batches, as the Trainer does."""
+
+    def run() -> None:
+        loader, resumed = (
+            keep_in_step(SizedPositionLoader(EPOCH + 3 * dist.get_rank()), dist.group.WORLD, may_drop=True)
+            for _ in range(2)
+        )
+        batches = iter(loader)
+        assert [next(batches).item() for _ in range(3)] == [0, 1, 2]
+        resumed.load_state_dict(loader.state_dict())
+        for epoch in (range(3, EPOCH), range(EPOCH)):
+            assert [batch.item() for batch in resumed] == list(epoch)
+
+    warnings.simplefilter("ignore")
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("kind", [PositionLoader, SizedPositionLoader])
 def test_lightning_finds_the_state_of_a_ragged_loader(kind: type[PositionLoader]) -> None:
     def run() -> None:
