@@ -14,6 +14,7 @@ import lightning.pytorch  # noqa: F401
 import peft  # noqa: F401
 import pytest
 import torch
+import torch._inductor.compile_fx  # a second of each rank that compiles, with whatever backend
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 from torch._dynamo.utils import counters
