@@ -1,7 +1,7 @@
 """Layouts that write and read checkpoints, and one training run that is the same on all of them."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from lightning_fsdp2 import (
 from lightning_fsdp2.ranks.coordination import gather_objects
 
 SAVED_AT = 2
-STEPS = 5
+STEPS = 4
 ROWS = 12
 """Sequences of the global batch: as many on each data parallel rank, be they 1, 2, 3 or 4."""
 
@@ -129,6 +129,18 @@ class Layout:
     optimizes_unused: bool = True
     """Whether an optimizer leaves a parameter alone that no loss uses."""
 
+    features: dict[str, Hashable] = field(default_factory=dict)
+    """What decides which parts of a tensor a rank has."""
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.make_module is Mixture
+
+    @property
+    def cost(self) -> float:
+        """What a run costs, as a multiple of one rank's."""
+        return self.world_size * (1 if self.context is nullcontext else 1.5)
+
     def run(self, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on as many ranks as there are."""
 
@@ -139,21 +151,28 @@ class Layout:
         return run_ranks(run_in_context, self.world_size, group=False)
 
 
-def _fsdp2(world_size: int, flags: dict[str, Any] | None = None, **sizes: int) -> Layout:
-    config = FSDP2Config(**(flags or {}))
-    return Layout(world_size, partial(FSDP2Strategy, config=config, **sizes))
+def _fsdp2(
+    world_size: int, flags: dict[str, Any] | None = None, *, checkpoint: CheckpointConfig | None = None, **sizes: int
+) -> Layout:
+    strategy = partial(FSDP2Strategy, config=FSDP2Config(**(flags or {})), checkpoint=checkpoint, **sizes)
+    return Layout(world_size, strategy, features={"strategy": "fsdp2", **dict.fromkeys(sizes, True)})
 
 
 def _megatron_fsdp(world_size: int, flags: dict[str, Any] | None = None, **sizes: int) -> Layout:
     strategy = partial(MegatronFSDPStrategy, config=MegatronFSDPConfig(**(flags or {})), **sizes)
-    return Layout(world_size, strategy, context=cuda_on_cpu, optimizes_unused=False)
+    features = {"strategy": "megatron_fsdp", **dict.fromkeys(sizes, True)}
+    return Layout(world_size, strategy, context=cuda_on_cpu, optimizes_unused=False, features=features)
 
 
-LAYOUTS = {
-    "plain": Layout(1, lambda: "auto"),
+def _with(layout: Layout, **features: Hashable) -> Layout:
+    return replace(layout, features={**layout.features, **features})
+
+
+_DENSE = {
+    "plain": Layout(1, lambda: "auto", features={"strategy": "one process"}),
     "dp1": _fsdp2(1),
     "dp2": _fsdp2(2),
-    "dp3": _fsdp2(3),
+    "dp3": _with(_fsdp2(3), uneven=True),
     "dp4": _fsdp2(4),
     "tp2": _fsdp2(2, tp_size=2),
     "dp2-tp2": _fsdp2(4, tp_size=2),
@@ -162,22 +181,25 @@ LAYOUTS = {
     "dp2-cp2": _fsdp2(4, cp_size=2),
     "hsdp2x2": _fsdp2(4, dp_replicate_size=2),
     "pp2": _fsdp2(2, pp_size=2),
-    "pp4": Layout(4, partial(FSDP2Strategy, pp_size=4, checkpoint=CheckpointConfig(async_save=True))),
-    "pp2-full": Layout(2, partial(FSDP2Strategy, pp_size=2, checkpoint=CheckpointConfig(format="full"))),
+    "pp4": _fsdp2(4, checkpoint=CheckpointConfig(async_save=True), pp_size=4),
+    "pp2-full": _fsdp2(2, checkpoint=CheckpointConfig(format="full"), pp_size=2),
     "pp2-interleaved": _fsdp2(2, {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2}, pp_size=2),
     "pp2-dp2": _fsdp2(4, {"pp_microbatches": 2}, pp_size=2),
     "pp2-tp2-sp": _fsdp2(4, {"sequence_parallel": True}, pp_size=2, tp_size=2),
-    "ddp2": Layout(2, partial(DDPStrategy, DDPConfig(find_unused_parameters=True))),
+    "ddp2": Layout(2, partial(DDPStrategy, DDPConfig(find_unused_parameters=True)), features={"strategy": "ddp"}),
     "megatron2": _megatron_fsdp(2),
     "megatron-hsdp2x2": _megatron_fsdp(4, dp_replicate_size=2),
     "megatron-dp2-tp2": _megatron_fsdp(4, tp_size=2),
-    "megatron-dp2-tp2-sp-zero1": _megatron_fsdp(4, {"sequence_parallel": True, "zero_dp_strategy": 1}, tp_size=2),
+    "megatron-dp2-tp2-sp-zero1": _with(
+        _megatron_fsdp(4, {"sequence_parallel": True, "zero_dp_strategy": 1}, tp_size=2), zero=1
+    ),
     # Lightning's own strategy asks every checkpoint for a state of each parameter that its optimizer holds
     "theirs": Layout(
         2,
         partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1),
         ShardedModel,
         optimizes_unused=False,
+        features={"strategy": "lightning"},
     ),
 }
 """``plain`` is one process without a strategy, and a single file; ``theirs`` Lightning's own directory."""
@@ -187,24 +209,23 @@ def _mixture(layout: Layout) -> Layout:
     return replace(layout, make_module=Mixture)
 
 
-MIXTURE_LAYOUTS = {
-    "mixture-plain": _mixture(LAYOUTS["plain"]),
-    "mixture-dp2": _mixture(LAYOUTS["dp2"]),
-    "mixture-dp2-tp2-sp": _mixture(LAYOUTS["dp2-tp2-sp"]),
-    "mixture-hsdp2x2": _mixture(LAYOUTS["hsdp2x2"]),
-    "mixture-ddp2": _mixture(LAYOUTS["ddp2"]),
-    "mixture-megatron-dp2-tp2": _mixture(LAYOUTS["megatron-dp2-tp2"]),
+LAYOUTS = {
+    **_DENSE,
+    "mixture-plain": _mixture(_DENSE["plain"]),
+    "mixture-dp2": _mixture(_DENSE["dp2"]),
+    "mixture-dp2-tp2-sp": _mixture(_DENSE["dp2-tp2-sp"]),
+    "mixture-hsdp2x2": _mixture(_DENSE["hsdp2x2"]),
+    "mixture-ddp2": _mixture(_DENSE["ddp2"]),
+    "mixture-megatron-dp2-tp2": _mixture(_DENSE["megatron-dp2-tp2"]),
     "ep2": _mixture(_fsdp2(2, ep_size=2)),
     "ep4": _mixture(_fsdp2(4, ep_size=4)),
-    "ep2-efsdp2": _mixture(_fsdp2(4, ep_size=2)),
+    "ep2-efsdp2": _with(_mixture(_fsdp2(4, ep_size=2)), experts_sharded=True),
     "hsdp2-ep2": _mixture(_fsdp2(4, ep_size=2, dp_replicate_size=2)),
     "pp2-ep2": _mixture(_fsdp2(4, {"pp_microbatches": 2}, pp_size=2, ep_size=2)),
     "cp2-ep2": _mixture(_fsdp2(2, ep_size=2, cp_size=2)),
     "dp2-tp2-ep4-sp": _mixture(_fsdp2(4, {"sequence_parallel": True}, ep_size=4, tp_size=2)),
 }
-"""Layouts of a mixture of experts, with and without expert parallelism."""
-
-_ALL_LAYOUTS = LAYOUTS | MIXTURE_LAYOUTS
+"""Those of a dense model, and those of a mixture of experts, with and without expert parallelism."""
 
 
 @dataclass
@@ -226,7 +247,7 @@ class Run:
 
     losses: list[float] = field(default_factory=list)
     states: dict[str, State] = field(default_factory=dict)
-    """At the "start", as it was "saved", and at the "end"."""
+    """As it was "saved", or at the "start" of a run that goes on, and at the "end"."""
 
 
 class Observer(pl.Callback):
@@ -236,7 +257,8 @@ class Observer(pl.Callback):
         self.run, self.path = run, path
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.run.states["start"] = get_state(trainer)
+        if self.path is None:
+            self.run.states["start"] = get_state(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
         self.run.losses.append(outputs["loss"].item())
@@ -287,7 +309,7 @@ def _without_names(group: dict[str, Any]) -> dict[str, Any]:
 def train(name: str, *, seed: int, optimize_unused: bool, save: Path | None = None, resume: Path | None = None) -> Run:
     """Train to the end, from ``seed`` or from the checkpoint ``resume`` on; every rank of the layout must call it."""
     run = Run()
-    layout = _ALL_LAYOUTS[name]
+    layout = LAYOUTS[name]
     module = layout.make_module(seed, optimize_unused=optimize_unused)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The checkpoint holds the random states")  # of another number of ranks
