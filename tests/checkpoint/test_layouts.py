@@ -86,7 +86,9 @@ def list_groups() -> list[Any]:
     ]
 
 
-@pytest.mark.guarantees("any-layout-resumes", "checkpoints-of-stages", "lightning-reads-them", "lightnings-files")
+@pytest.mark.guarantees(
+    "any-layout-resumes", "checkpoints-of-experts", "checkpoints-of-stages", "lightning-reads-them", "lightnings-files"
+)
 @pytest.mark.parametrize(("writers", "reader"), list_groups())
 def test_training_goes_on_from_the_checkpoint_of_any_layout(
     writers: list[str], reader: str, write: Write, tmp_path: Path
