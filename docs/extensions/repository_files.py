@@ -2,7 +2,8 @@
 
 The pages are read in the repository too, where ``[recipes](../configs/README.md)`` leads to a file, or to a folder.
 Here each of these is a page under its own path, and the links lead to it: Markdown as it is, any other file in a block,
-a folder as its README or as all of its files.
+a folder as its README or as all of its files. Tests are too many to be pages, so links to them lead to the repository,
+if its address is known.
 """
 
 import os
@@ -16,8 +17,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+TESTS = ROOT / "tests"
 
 _LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
+_LINK_TO_A_TEST = re.compile(r"\[(?P<text>[^\]]+)\]\((?:\.\./)*(?P<path>tests/[^)\s]+)\)")
 _LANGUAGES = {".sbatch": "bash", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".py": "python", ".toml": "toml"}
 
 
@@ -35,8 +38,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Let links lead to the pages of what they lead to in the repository."""
+    address = config.repo_url and f"{config.repo_url.rstrip('/')}/blob/HEAD"
+    markdown = _LINK_TO_A_TEST.sub(rf"[\g<text>]({address}/\g<path>)" if address else r"\g<text>", markdown)
     path = next(path for path in (DOCS / page.file.src_uri, ROOT / page.file.src_uri, ROOT) if path.exists())
 
     def replace(match: re.Match[str]) -> str:
@@ -54,7 +59,11 @@ def get_targets(path: Path) -> list[Path]:
     if path.suffix != ".md":
         return []
     targets = (resolve(path, match["path"]) for match in _LINK.finditer(path.read_text()))
-    return [target for target in targets if target is not None and target.parent != DOCS / "drawings"]
+    return [
+        target
+        for target in targets
+        if target is not None and not target.is_relative_to(TESTS) and target.parent != DOCS / "drawings"
+    ]
 
 
 def resolve(path: Path, link: str) -> Path | None:

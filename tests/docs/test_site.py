@@ -40,6 +40,8 @@ def test_pages_link_to_the_repository_if_its_address_is_known(site: Path, tmp_pa
         assert link in (with_address / page).read_text()
         assert 'component="source"' not in (with_address / page).read_text()
         assert "md-source" not in (site / page).read_text()
+    test = "https://example.org/owner/name/blob/HEAD/tests/test_parity.py"
+    assert test in (with_address / "guaranteed-by/index.html").read_text()
 
 
 @pytest.mark.slow
