@@ -209,6 +209,37 @@ def test_units_are_gathered_and_reduced_in_the_order_they_run() -> None:
     run_ranks(run, 2)
 
 
+class Widening(nn.Module):
+    """Layers of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ThreeLinears() for _ in range(5))
+        for index, block in enumerate(self.blocks):
+            block.first, block.second = nn.Linear(8, 2 + 2 * index), nn.Linear(2 + 2 * index, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+
+
+def test_units_are_prefetched_in_the_order_in_which_they_are_used() -> None:
+    def run() -> None:
+        for depth in (0, 1, 3):
+            model = Widening()
+            sizes = [padded_size([block]) for block in model.blocks]
+            parallelize(model, fsdp2_forward_prefetch_depth=depth, fsdp2_backward_prefetch_depth=depth)
+            with StepCounter() as forward:
+                loss = model(torch.ones(2, 8)).sum()
+            with StepCounter() as backward:
+                loss.backward()
+            assert forward.elements == {"all_gather": sizes}
+            assert backward.elements == {"all_gather": sizes[-2::-1], "reduce_scatter": sizes[::-1]}
+
+    run_ranks(run, 2)
+
+
 def test_collectives_over_four_ranks() -> None:
     def run() -> None:
         model = parallelize(make_causal_lm(LLAMA), reshard_after_forward=2)

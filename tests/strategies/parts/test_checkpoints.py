@@ -271,7 +271,9 @@ def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch
                 return stage(*args, **options)
 
             monkeypatch.setattr(writer._stager, "stage", stage_behind_event)
-            writer.start({"state_dict": weights}, lambda copies: None)
+            statistics = {name: value.clone() for name, value in weights.items() if "running" in name}
+            copied: dict[str, Any] = {}
+            writer.start({"state_dict": weights}, lambda copies, copied=copied: copied.update(copies["state_dict"]))
             assert started.wait(60)  # the copies run beside
             if changes:
                 with torch.no_grad():
@@ -281,6 +283,7 @@ def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch
             writer.wait_for_copies()
             with pytest.raises(RuntimeError, match=CHANGED) if changes else nullcontext():
                 writer.wait()
+            assert changes or all(copied[name].equal(value) for name, value in statistics.items())
             monkeypatch.undo()
             monkeypatch.setattr(torch, "get_device_module", lambda device: SomeStream())
 

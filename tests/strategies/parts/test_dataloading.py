@@ -170,6 +170,29 @@ def test_a_resume_with_another_batch_size_or_world_trains_on_all_that_was_left(
     assert together == sorted(everything[8:]), "4 batches of 2 were trained on before"
 
 
+def test_earlier_epochs_count_as_many_batches_as_this_run_would_have_read(tmp_path: Path) -> None:
+    """24 samples are 12 batches of 2. After 15 of them, the second epoch has had 3."""
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            counts.append(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 15 and not path.exists():
+                trainer.save_checkpoint(path)
+
+    path = tmp_path / "x.ckpt"
+    counts: list[int] = []
+
+    def train(batch_size: int, ckpt_path: Path | None) -> list[int]:
+        make_trainer(callbacks=[Looks()], max_epochs=2).fit(ReadsTokens(), Tokens(batch_size), ckpt_path=ckpt_path)
+        return counts
+
+    assert run_ranks(train, 1, 2, None) == [[*range(1, 25)]]
+    assert run_ranks(train, 1, 1, path) == [[*range(30 + 1, 48 + 1)]]
+    assert run_ranks(train, 1, 3, path) == [[*range(10 + 1, 16 + 1)]]
+
+
 class RandomSamples(Dataset[Tensor]):
     def __len__(self) -> int:
         return 2

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
+from torch import nn
 
+from lightning_fsdp2 import token_mean_loss
+from lightning_fsdp2.parallel.loss.token_mean import find_token_windows
 from lightning_fsdp2.strategies.parts.steps import Steps
 from lightning_fsdp2.strategies.parts.world import World
 
@@ -34,6 +38,15 @@ def test_gradients_of_a_step_without_a_closure_are_finished_before_it() -> None:
     assert log == ["finish"]  # at once, since not every optimizer calls its closure
     closure()
     assert log == ["finish", "copied"]
+
+
+def test_a_stage_begins_without_the_tokens_of_an_aborted_one() -> None:
+    head = nn.Linear(2, 5)
+    module = nn.Sequential(head)
+    token_mean_loss(head, module(torch.ones(1, 3, 2)), torch.ones(1, 3, dtype=torch.long))
+    assert find_token_windows(module).keys() == {"0"}
+    make_steps().begin_stage(cast(Any, module))
+    assert find_token_windows(module) == {}
 
 
 def test_accumulation_ends_with_an_error_too() -> None:
