@@ -1,7 +1,7 @@
 """A sample of `make parity`: families that differ in the styles their plans use, each on one of the layouts."""
 
 import pytest
-from helpers.families import FAMILIES, NOT_BUILT
+from helpers.families import FAMILIES, NOT_BUILT, VARIED
 from helpers.family_parity import (
     CONTEXT_LAYOUTS,
     LAYOUTS,
@@ -12,37 +12,6 @@ from helpers.family_parity import (
 )
 from helpers.ranks import RankError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-SAMPLE = (
-    "llama",  # column- and row-wise projections
-    "qwen3",  # norms of each rank's heads
-    "gemma2",  # norms around the regions, capped logits
-    "gemma3_text",  # two rotary bases, sliding windows
-    "gemma3n_text",  # four streams, statistics of all intermediate features
-    "olmo2",  # norms over all heads
-    "phi3",  # packed q, k, v of unequal sizes
-    "gpt2",  # Conv1D, packed q, k, v
-    "gpt_neox",  # q, k, v packed by head, parallel regions
-    "bloom",  # alibi, residuals handed to the regions
-    "falcon",  # one norm per region, key-value groups
-    "opt",  # projections as children of the layer
-    "gptj",
-    "stablelm",  # norms of their own for each head
-    "cohere2",
-    "glm4",  # packed gate and up that the plan gathers
-    "mixtral",  # packed experts
-    "qwen3_moe",
-    "qwen2_moe",  # shared expert behind a gate
-    "gpt_oss",  # biases of experts, attention sinks
-    "llama4_text",  # transposed experts, flattened results
-    "deepseek_v3",  # latent attention
-    "deepseek_v4",  # hyper-connections
-    "longcat_flash",  # experts that return their input
-    "qwen3_next",  # linear attention
-    "jamba",  # state space layers
-    "doge",  # a dynamic mask of each rank's heads
-    "inkling_text",  # an embedding with a norm
-)
 
 SLOW = ("gemma3n_text", "opt", "gptj", "stablelm", "qwen3_moe", "qwen2_moe", "deepseek_v4")
 SLOW += ("qwen3_next", "jamba", "doge", "inkling_text", "longcat_flash", "olmo2", "cohere2", "falcon")
@@ -99,10 +68,10 @@ def test_a_family_trains_as_in_one_process_on_parts_of_its_sequences(family: str
 
 @pytest.mark.guarantees("families-with-a-plan")
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=pytest.mark.slow if family in SLOW else ()) for family in SAMPLE]
+    "family", [pytest.param(family, marks=pytest.mark.slow if family in SLOW else ()) for family in VARIED]
 )
 def test_a_family_trains_as_in_one_process(family: str) -> None:
-    layout = list(LAYOUTS)[SAMPLE.index(family) % len(LAYOUTS)]
+    layout = list(LAYOUTS)[VARIED.index(family) % len(LAYOUTS)]
     assert measure_parity(family, layout) < 1e-5
 
 

@@ -429,6 +429,38 @@ NOT_BUILT: dict[str, str] = {
 }
 """Families that have a plan and are left out, and why."""
 
+VARIED = (
+    "llama",  # column- and row-wise projections
+    "qwen3",  # norms of each rank's heads
+    "gemma2",  # norms around the regions, capped logits
+    "gemma3_text",  # two rotary bases, sliding windows
+    "gemma3n_text",  # four streams, statistics of all intermediate features
+    "olmo2",  # norms over all heads
+    "phi3",  # packed q, k, v of unequal sizes
+    "gpt2",  # Conv1D, packed q, k, v
+    "gpt_neox",  # q, k, v packed by head, parallel regions
+    "bloom",  # alibi, residuals handed to the regions
+    "falcon",  # one norm per region, key-value groups
+    "opt",  # projections as children of the layer
+    "gptj",
+    "stablelm",  # norms of their own for each head
+    "cohere2",
+    "glm4",  # packed gate and up that the plan gathers
+    "mixtral",  # packed experts
+    "qwen3_moe",
+    "qwen2_moe",  # shared expert behind a gate
+    "gpt_oss",  # biases of experts, attention sinks
+    "llama4_text",  # transposed experts, flattened results
+    "deepseek_v3",  # latent attention
+    "deepseek_v4",  # hyper-connections
+    "longcat_flash",  # experts that return their input
+    "qwen3_next",  # linear attention
+    "jamba",  # state space layers
+    "doge",  # a dynamic mask of each rank's heads
+    "inkling_text",  # an embedding with a norm
+)
+"""Families that differ from each other in the styles that their plans use."""
+
 
 def get_families() -> list[str]:
     """Those that the installed transformers knows."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import StepCounter
+from helpers.cover import Matrix
 from helpers.models import LLAMA
 from helpers.ranks import run_ranks
 from helpers.tensor_parallel import make_rough_model
@@ -197,8 +198,22 @@ RECIPES: dict[str, dict[str, Any]] = {
     "compiled, full": {"enable_compile": True, "activation_checkpointing": "full"},
     "compiled, selective": {"enable_compile": True, "activation_checkpointing": "selective"},
 }
-FAST = [(2, name) for name in RECIPES if not name.startswith("compiled")]
-CELLS = [(world_size, name) for world_size in (2, 4) for name in RECIPES]
+CELLS = {
+    f"{ranks}-{name}": {
+        "ranks": ranks,
+        "compiled": "enable_compile" in flags,
+        "activation_checkpointing": flags.get("activation_checkpointing"),
+        "dtype": name if name in ("mixed", "autocast") else "float32",
+    }
+    for ranks in (2, 4)
+    for name, flags in RECIPES.items()
+}
+MATRIX = Matrix(
+    "embeddings that wait for their sum",
+    CELLS,
+    fast=[f"2-{name}" for name in RECIPES if not name.startswith("compiled")],
+    costs={name: cell["ranks"] * (4 if cell["compiled"] else 1) for name, cell in CELLS.items()},
+)
 
 
 def refuse(pending: PendingSum) -> NoReturn:
@@ -222,13 +237,15 @@ def test_after_the_forward_it_is_an_error_to_read_it_for_the_first_time() -> Non
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name"), [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS]
+    ("world_size", "name"),
+    MATRIX.list_parameters({f"{ranks}-{name}": (ranks, name) for ranks in (2, 4) for name in RECIPES}),
 )
 @pytest.mark.usefixtures("compile_without_code")
 def test_nothing_reads_the_embeddings_of_a_sharded_model_before_its_first_layer(world_size: int, name: str) -> None:
     def run() -> None:
         config = FSDP2Config(sequence_parallel=True, **{"mp_policy": MixedPrecisionPolicy(), **RECIPES[name]})
-        model = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(make_rough_model(LLAMA))
+        plain = make_rough_model({**LLAMA, "num_hidden_layers": 2})
+        model = FSDP2Manager(config, create_device_mesh(config, tp_size=2)).parallelize(plain)
         ids = torch.arange(12).reshape(1, 12)
         with patch.object(PendingSum, "get_whole", refuse):
             for _ in range(2):  # the first step is verified

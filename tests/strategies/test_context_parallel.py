@@ -1,6 +1,6 @@
 """Context parallelism through the Trainer: the numbers of one process, whatever module and batches look like."""
 
-from collections.abc import Callable
+import math
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.cover import Matrix
 from helpers.families import make_family_model
 from helpers.mesh_runs import Case, ScalarLossModule, check_parity
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
@@ -33,13 +34,24 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "hsdp2xcp2": (4, {"dp_replicate_size": 2, "cp_size": 2}, {}),
     "hsdp2xtp2": (4, {"dp_replicate_size": 2, "tp_size": 2}, {}),
 }
-FAST = [("dp2xcp2", "gemma3_text", "allgather"), ("cp2", "mixtral", "ulysses")]
-CELLS = [
-    (mesh, family, method)
-    for mesh, (_, sizes, _) in MESHES.items()
+CELLS = {
+    f"{mesh}-{family}-{method}": {
+        **{"dp_replicate_size": 1, "cp_size": 1, "tp_size": 1, **sizes},
+        "dp_shards": ranks // math.prod(sizes.values()),
+        "sequence_parallel": "sequence_parallel" in flags,
+        "family": family,
+        **({"method": method} if "cp_size" in sizes else {}),
+    }
+    for mesh, (ranks, sizes, flags) in MESHES.items()
     for family in FAMILIES
     for method in (("allgather", "ulysses") if "cp_size" in sizes else ("auto",))
-]
+}
+MATRIX = Matrix(
+    "context parallel families",
+    CELLS,
+    fast=("cp2-gemma3_text-allgather", "cp2-mixtral-ulysses"),
+    costs={name: MESHES[name.split("-")[0]][0] for name in CELLS},
+)
 
 
 def make_family(family: str) -> nn.Module:
@@ -57,8 +69,7 @@ def make_module(family: str) -> CausalLM:
 
 @pytest.mark.guarantees("float32-losses", "float32-gradients", "context-parallel-attention")
 @pytest.mark.parametrize(
-    ("mesh", "family", "method"),
-    [pytest.param(*cell, id="-".join(cell), marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS],
+    ("mesh", "family", "method"), MATRIX.list_parameters({name: tuple(name.split("-")) for name in CELLS})
 )
 def test_ragged_labels_accumulation_and_clipping_have_the_numbers_of_one_process(
     mesh: str, family: str, method: str
@@ -77,7 +88,7 @@ def test_ragged_labels_accumulation_and_clipping_have_the_numbers_of_one_process
     run_ranks(check_parity, ranks, case)
 
 
-make_llama = partial(make_causal_lm, LLAMA)
+make_llama = partial(make_causal_lm, {**LLAMA, "num_hidden_layers": 2})
 
 
 def tuple_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -89,20 +100,28 @@ def bare_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return model(batch, labels=batch).loss, 1
 
 
+FORMS = {
+    "dict": (hf_loss, lambda batch: batch),
+    "tuple": (tuple_loss, lambda batch: (batch["input_ids"], batch["labels"])),
+    "tensor": (bare_loss, lambda batch: batch["input_ids"]),
+}
+
+
 @pytest.mark.guarantees("whole-batches", "other-losses")
-@pytest.mark.parametrize("mesh", ["cp2", pytest.param("dp2xcp2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("loss", "convert"),
+    ("form", "mesh"),
     [
-        pytest.param(hf_loss, lambda batch: batch, id="dict", marks=pytest.mark.slow),
-        pytest.param(tuple_loss, lambda batch: (batch["input_ids"], batch["labels"]), id="tuple"),
-        pytest.param(bare_loss, lambda batch: batch["input_ids"], id="tensor"),
+        ("tensor", "cp2"),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("tuple", "cp2"), ("dict", "dp2xcp2"))),
+        *(
+            pytest.param(*cell, marks=pytest.mark.release)
+            for cell in (("dict", "cp2"), ("tuple", "dp2xcp2"), ("tensor", "dp2xcp2"))
+        ),
     ],
 )
-def test_a_users_own_step_that_takes_the_loss_of_the_model(
-    loss: Callable[..., Any], convert: Callable[[Any], Any], mesh: str
-) -> None:
+def test_a_users_own_step_that_takes_the_loss_of_the_model(form: str, mesh: str) -> None:
     """Its loss is the mean over micro-batches and data parallel ranks, and the logged one is that number."""
+    loss, convert = FORMS[form]
     batches = make_token_batches(3 * 2 * 2, length=LENGTH)
     for batch in batches:
         batch["labels"][:, 1] = batch["input_ids"][:, 1]  # the mean of no labels is no number in one process either

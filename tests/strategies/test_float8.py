@@ -1,7 +1,9 @@
 """Training in float8 through the Trainer: the numbers of one process whose layers torchao itself has converted."""
 
+import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import lora
+from helpers.cover import Matrix
 from helpers.float8 import RECIPES, WIDE_LLAMA, convert, make_reference
 from helpers.mesh_runs import Case, RankBatches, assert_bf16_gradients, train_alone, train_on_mesh
 from helpers.models import make_causal_lm, make_token_batches
@@ -93,19 +96,32 @@ def get_error(record: Record, exact: Record) -> float:
 
 
 MODES = (False, "full", "selective")
-FAST = [
-    ("dp2 x tp2+sp", "rowwise", "selective"),
-    ("tp2", "rowwise_with_gw_hp", "full"),
-    ("pp2", "rowwise_with_gw_hp", False),
-    ("ep2", "tensorwise", False),
-]
-CELLS = [(mesh, recipe, mode) for mesh in MESHES for recipe in RECIPES for mode in MODES]
+CELLS = {
+    f"{mesh}-{recipe}-{mode}": {
+        **{"dp_replicate_size": 1, "cp_size": 1, "tp_size": 1, "pp_size": 1, "ep_size": 1, **sizes},
+        "dp_shards": ranks // math.prod(size for name, size in sizes.items() if name != "ep_size"),
+        "sequence_parallel": "sequence_parallel" in flags,
+        "recipe": recipe,
+        "activation_checkpointing": mode,
+    }
+    for mesh, (ranks, sizes, flags) in MESHES.items()
+    for recipe in RECIPES
+    for mode in MODES
+}
+MATRIX = Matrix(
+    "float8",
+    CELLS,
+    fast=("tp2-rowwise_with_gw_hp-full", "pp2-rowwise-selective", "ep2-tensorwise-False"),
+    costs={name: MESHES[name.split("-")[0]][0] for name in CELLS},
+)
 
 
 @pytest.mark.guarantees("float8-in-float32", "layouts-in-float8")
 @pytest.mark.parametrize(
     ("mesh", "recipe", "mode"),
-    [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS],
+    MATRIX.list_parameters(
+        {f"{mesh}-{recipe}-{mode}": (mesh, recipe, mode) for mesh, recipe, mode in product(MESHES, RECIPES, MODES)}
+    ),
 )
 def test_gradients_norm_and_weights_are_those_of_one_process(mesh: str, recipe: str, mode: Any) -> None:
     def run() -> None:
@@ -149,17 +165,14 @@ def test_scales_that_are_no_powers_of_two_fail_this_comparison(mesh: str, monkey
 @pytest.mark.parametrize(
     ("mesh", "recipe", "precision"),
     [
-        ("dp2 x tp2+sp", "tensorwise", "bf16-mixed"),
-        *(
-            pytest.param(mesh, recipe, precision, marks=pytest.mark.slow)
-            for mesh, precision in (
-                ("dp2", "bf16-mixed"),
-                ("tp2", "bf16-true"),
-                ("pp2", "bf16-mixed"),
-                ("tp2+sp", "autocast"),
-            )
-            for recipe in RECIPES
-        ),
+        pytest.param(*cell, marks=() if cell == ("dp2", "tensorwise", "bf16-mixed") else pytest.mark.slow)
+        for cell in (
+            ("dp2 x tp2+sp", "tensorwise", "bf16-mixed"),
+            *(("dp2", recipe, "bf16-mixed") for recipe in RECIPES),
+            *(("tp2", recipe, "bf16-true") for recipe in RECIPES),
+            *(("pp2", recipe, "bf16-mixed") for recipe in RECIPES),
+            *(("tp2+sp", recipe, "autocast") for recipe in RECIPES),
+        )
     ],
 )
 def test_the_error_in_bfloat16_is_that_of_one_process(mesh: str, recipe: str, precision: str) -> None:
@@ -274,8 +287,9 @@ def test_a_run_goes_on_bitwise_with_or_without_float8(writer: bool, reader: bool
     def run() -> None:
         torch.manual_seed(1)
         before, after = Weights(tmp_path / "run.ckpt"), Weights()
-        _, straight = fit(float8=writer, steps=4, callbacks=[before])
-        _, resumed = fit(float8=reader, steps=4, callbacks=[after], ckpt_path=tmp_path / "run.ckpt")
+        options = {"steps": 3, "limit_val_batches": 0}
+        _, straight = fit(float8=writer, callbacks=[before], **options)
+        _, resumed = fit(float8=reader, callbacks=[after], ckpt_path=tmp_path / "run.ckpt", **options)
         lora.assert_equal_tensors(after.first, before.saved)
         if reader == writer:  # then it is the run without the interruption
             lora.assert_equal_tensors(whole(resumed.state_dict()), whole(straight.state_dict()))
