@@ -1,21 +1,23 @@
 """Weights that are converted while they are read: every family has those of ``from_pretrained`` in any shards."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.families import get_families, get_mixture_families, make_family_config
+from helpers.cover import Matrix
+from helpers.families import get_all_families, make_family_config
 from helpers.models import LLAMA
 from helpers.oracle import make_config
+from helpers.pretrained_kinds import get_kind
 from helpers.ranks import raises_on_all_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.models import from_pretrained
@@ -32,29 +34,32 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 }
 """Ranks, and sizes."""
 
-FAST = {
-    ("olmo_hybrid", "dp2"),  # concatenated along the sharded dim
-    ("qwen3_moe", "dp3"),  # no expert on the last rank
-    ("hrm_text", "tp2"),  # split
-    ("inkling2_text", "tp2"),  # interleaved
-    ("hrm_text", "dp2xtp2"),  # along the dim that both axes shard
-    ("qwen3_moe", "ep2xefsdp2"),  # experts merged, and sharded twice along one dim or along two
-}
-
-NO_TENSOR_PARALLEL = {"gemma4", "zaya"}
-
-CASES = [
-    pytest.param(family, mesh, id=f"{family}-{mesh}", marks=[] if (family, mesh) in FAST else pytest.mark.slow)
-    for family in get_families()
-    for mesh in MESHES
+FAST = (
+    "olmo_hybrid-dp2",  # concatenated along the sharded dim
+    "qwen3_moe-dp3",  # no expert on the last rank
+    "hrm_text-tp2",  # split
+    "inkling2_text-tp2",  # interleaved
+    "hrm_text-dp2xtp2",  # along the dim that both axes shard
+    "qwen3_moe-ep2xefsdp2",  # experts merged, and sharded twice along one dim or along two
+)
+KINDS = {family: get_kind(family) for family in get_all_families()}
+CELLS = {
+    f"{family}-{mesh}": (family, mesh)
+    for family, kind in KINDS.items()
+    for mesh, (_, sizes) in MESHES.items()
     # three ranks shard as two do, and unevenly too; four shard over both axes
-    if (family, mesh) in FAST or mesh == "dp3" or (mesh == "dp2xtp2" and family not in NO_TENSOR_PARALLEL)
-] + [
-    pytest.param(family, mesh, id=f"{family}-{mesh}", marks=pytest.mark.slow)
-    for family in get_mixture_families()
-    for mesh in ("ep2xefsdp2", "tp2-ep2")
-    if (family, mesh) not in FAST and not (mesh == "tp2-ep2" and family in NO_TENSOR_PARALLEL)
-]
+    if (f"{family}-{mesh}" in FAST or mesh not in ("dp2", "tp2"))
+    and (kind.styles or "tp_size" not in sizes)
+    and (kind.has_experts or "ep_size" not in sizes)
+}
+ONE_OF_EACH_KIND = {kind: family for family, kind in reversed(KINDS.items()) if kind.styles}
+MATRIX = Matrix(
+    "pretrained files of families",
+    {name: KINDS[family].describe(mesh, MESHES[mesh][1]) for name, (family, mesh) in CELLS.items()},
+    fast=FAST,
+    always=[f"{family}-dp2xtp2" for family in ONE_OF_EACH_KIND.values()],
+    costs={name: MESHES[mesh][0] for name, (_, mesh) in CELLS.items()},
+)
 
 
 def save(family: str, folder: Path, **changes: Any) -> Any:
@@ -94,7 +99,7 @@ def read_shards(family: str, mesh: str, folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.guarantees("pretrained-slices")
-@pytest.mark.parametrize(("family", "mesh"), CASES)
+@pytest.mark.parametrize(("family", "mesh"), MATRIX.list_parameters(CELLS))
 def test_weights_are_those_of_one_process(family: str, mesh: str, tmp_path: Path) -> None:
     read_shards(family, mesh, tmp_path)
 
@@ -139,35 +144,6 @@ def test_experts_in_contiguous_shards(mesh: str, tmp_path: Path, monkeypatch: py
     read_shards("qwen3_moe", mesh, tmp_path)
 
 
-_MEASURE = """
-import sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, Interleave, WeightConverter
-from lightning_fsdp2 import create_device_mesh
-from lightning_fsdp2.models import from_pretrained
-from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
-
-def get_peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-names = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
-converter = WeightConverter("mlp.gate_up_proj.weight", names, [Interleave(dim=0), Chunk(dim=0)])
-register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
-model = from_pretrained(sys.argv[1], dtype=torch.float32)
-Path("/proc/self/clear_refs").write_text("5")
-baseline = get_peak()
-fsdp2_strategy_parallelize(model, create_device_mesh(device_type="cpu"))
-shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
-sys.stdout.write(f"measured {shards} {get_peak() - baseline}\\n")
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.slow
 def test_memory_of_reading_whole(tmp_path: Path) -> None:
     """Of tensors that cannot be cut first a rank holds one, twice, beside its shards."""
@@ -182,14 +158,24 @@ def test_memory_of_reading_whole(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     whole = 4 * weights["model.layers.0.mlp.gate_up_proj.weight"].numel()
-    script = tmp_path / "measure.py"
-    script.write_text(_MEASURE)
-    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = subprocess.run([*launcher, script, tmp_path], capture_output=True, text=True, timeout=280)
-    measured = [line.split()[1:] for line in output.stdout.splitlines() if line.startswith("measured")]
-    assert len(measured) == 2, output.stderr[-4000:]
-    for shards, peak in (map(int, numbers) for numbers in measured):
+
+    def measure() -> tuple[int, int]:
+        names = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+        converter = WeightConverter("mlp.gate_up_proj.weight", names, [Interleave(dim=0), Chunk(dim=0)])
+        register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
+        model = from_pretrained(tmp_path)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
+        baseline = get_peak_memory()
+        shards = sum(parameter.to_local().nbytes for parameter in shard(model).parameters())
+        return shards, get_peak_memory() - baseline
+
+    for shards, peak in run_ranks(measure, 2):
         assert peak <= shards + 2 * whole + 100_000_000, f"{peak / 1e6} MB, of which {shards / 1e6} are shards"
+
+
+def get_peak_memory() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def test_what_cannot_be_converted_is_named_once_with_the_reason(tmp_path: Path) -> None:
