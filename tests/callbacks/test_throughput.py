@@ -125,6 +125,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.guarantees("measuring-callbacks")
 @pytest.mark.parametrize(
     "config",
     [pytest.param(config, marks=() if name == "mixtral" else pytest.mark.slow) for name, config in MODELS.items()],

@@ -87,6 +87,7 @@ def test_a_run_is_described(kind: Kind, tmp_path: Path, monkeypatch: pytest.Monk
     assert told["git"] is None
 
 
+@pytest.mark.guarantees("tokens-and-description")
 def test_secrets_are_left_out_and_the_commit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@host"]
