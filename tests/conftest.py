@@ -4,6 +4,7 @@ import os
 from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the Trainer gives a process that trains alone more threads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import benchmarks.gpu  # noqa: F401  first, since it keeps transformers from importing torchao, which starts CUDA
