@@ -1,6 +1,9 @@
 """Each sentence of the guarantees has a test that holds it, and has the numbers of the pages of parity."""
 
 import re
+import subprocess
+import sys
+from collections import defaultdict
 
 import pytest
 from helpers.documents import ROOT
@@ -29,6 +32,40 @@ def test_each_sentence_is_held_and_each_mark_has_a_sentence() -> None:
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs/guaranteed-by.md").read_text()
     assert guarantees.write_page() == page, "run tools/guarantees.py"
+
+
+COLLECT = """
+import sys
+import pytest
+
+class Tiers:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            mark = next((name for name in ("release", "slow") if item.get_closest_marker(name)), "")
+            print("TIER", item.nodeid.partition("[")[0], mark)
+
+sys.exit(pytest.main(["--collect-only", "-q", "tests"], plugins=[Tiers()]))
+"""
+
+
+@pytest.mark.release
+@pytest.mark.timeout(900)
+def test_notes_say_what_runs_each_test() -> None:
+    command = [sys.executable, "-c", COLLECT]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=840, check=False)
+    assert result.returncode == 0, result.stdout[-4000:]
+    marks = defaultdict(list)
+    for test, mark in re.findall(r"^TIER (\S+) (\w*)$", result.stdout, re.MULTILINE):
+        marks[test].append(mark)
+    commands = {"": "", **guarantees.TIERS}
+    wrong = []
+    for test in {test for tests in guarantees.find_tests().values() for test in tests}:
+        found = sorted(marks[f"{test.path}::{test.name}"], key=list(commands).index)
+        whole = commands[found[-1]]
+        expected = whole if found[0] == found[-1] else f"all cases: {whole}"
+        if test.tier != expected:
+            wrong.append((test, expected))
+    assert wrong == []
 
 
 def test_missing_tests_and_unknown_marks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
