@@ -1,5 +1,6 @@
 """Training over pipeline stages through the Trainer: the numbers of one process (DESIGN, "What correct means")."""
 
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from helpers import lora, router_loss
+from helpers.cover import Matrix
 from helpers.mesh_runs import Case, check_parity, join_batches, train_alone, train_on_mesh
 from helpers.models import make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_runs, token_sum_loss
@@ -38,6 +41,14 @@ FLAGS: dict[str, dict[str, Any]] = {
     "resharded": {"reshard_after_forward": True},
     "reduced": {"defer_fsdp_grad_sync": False},
 }
+FAMILIES: dict[str, dict[str, str]] = {
+    "llama": {"head": "own", "positions": "rotary", "layers": "alike"},
+    "qwen3": {"head": "tied", "positions": "rotary", "layers": "alike", "heads": "normed"},
+    "gemma3_text": {"head": "tied", "positions": "rotary", "layers": "windows", "heads": "normed"},
+    "gpt2": {"head": "tied", "positions": "learned", "layers": "alike"},
+    "mixtral": {"head": "own", "positions": "rotary", "layers": "experts"},
+}
+"""What matters to stages, by family."""
 
 
 def make_module(family: str, **options: Any) -> CausalLM:
@@ -45,11 +56,15 @@ def make_module(family: str, **options: Any) -> CausalLM:
     return CausalLM(config=CONFIGS[family], optimizer=optimizer, decay_norms_and_biases=True, **options)
 
 
+def join_flags(names: str) -> dict[str, Any]:
+    return {flag: value for name in names.split("+") for flag, value in FLAGS[name].items()}
+
+
 def make_case(
     mesh: str, family: str, flags: str = "1f1b", *, accumulate: int = 1, loss: str = "full", **options: Any
 ) -> Case:
     _, sizes, mesh_flags = MESHES[mesh]
-    sizes_and_flags = {**sizes, "config": FSDP2Config(**mesh_flags, **FLAGS[flags])}
+    sizes_and_flags = {**sizes, "config": FSDP2Config(**mesh_flags, **join_flags(flags))}
     options = {"batches": make_token_batches(3 * accumulate * 4, size=4, length=16), **options}
     return Case(
         make_module=partial(make_module, family, loss=loss),
@@ -61,35 +76,80 @@ def make_case(
     )
 
 
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral")
-"""Grouped queries; a tied head; a tied head and sliding windows; learned positions; experts."""
+Cell = tuple[str, str, str, int]
+"""Mesh, family, flags, and how many batches a step accumulates."""
 
-FAST = [
-    ("pp4", "llama", "1f1b", 1),
-    ("pp2 x tp2+sp", "llama", "1f1b", 1),
-    ("pp2 x ep2", "mixtral", "1f1b", 1),
-    ("pp2", "gemma3_text", "interleaved", 3),
-    ("pp2 x dp2", "qwen3", "resharded", 3),
-]
-CELLS = [
-    *((mesh, family, "1f1b", 3) for mesh in MESHES for family in FAMILIES if family == "mixtral" or "ep2" not in mesh),
-    *((mesh, "llama", "1f1b", 1) for mesh in MESHES if "ep2" not in mesh),
-    *(("pp2 x dp2", family, schedule, 3) for family in FAMILIES for schedule in ("gpipe", "interleaved")),
-    *((mesh, "llama", "interleaved", 3) for mesh in ("pp2 x tp2+sp", "pp2 x cp2", "pp2 x hsdp2x2")),
-    *((mesh, "qwen3", flags, 3) for mesh in ("pp2 x dp2", "pp2 x tp2+sp", "pp2 x cp2") for flags in FLAGS),
-]
+
+def is_possible(values: list[Any]) -> bool:
+    """Whether a row of :data:`PAIRS`, or its beginning, has experts to distribute, and a layer for each stage."""
+    mesh, family, schedule, compiled = [*values, *(None,) * 4][:4]
+    return (
+        (mesh != "pp2 x ep2" or family in (None, "mixtral"))
+        and (mesh, schedule) != ("pp4", "interleaved")
+        and (not compiled or mesh in ("pp2 x dp2", "pp2 x tp2+sp", "pp2 x cp2"))
+    )
+
+
+PAIRS = AllPairs(
+    [
+        list(MESHES),
+        ["gemma3_text", "gpt2", "mixtral"],  # which have all that is in the others
+        ["1f1b", "gpipe", "interleaved"],
+        ["", "compiled"],
+        ["", "full", "selective"],
+        *(["", name] for name in ("offloaded", "resharded", "reduced")),
+        [1, 2],
+    ],
+    filter_func=is_possible,
+)
+"""Runs that try every two values together."""
+
+
+FAILED: Cell = ("pp2 x hsdp2x2", "llama", "interleaved+reduced", 1)
+"""No two of these alone left layers without gradients."""
+
+
+def list_cells() -> Iterator[Cell]:
+    yield from ((mesh, "llama", "1f1b", 1) for mesh in MESHES if "ep2" not in mesh)
+    yield from (("pp2", "qwen3", flags, 1) for flags in FLAGS)
+    yield FAILED
+    for mesh, family, *flags, accumulate in PAIRS:
+        yield mesh, family, "+".join(filter(None, flags)), accumulate
+    yield from (
+        (mesh, family, "1f1b", 2) for mesh in MESHES for family in FAMILIES if family == "mixtral" or "ep2" not in mesh
+    )
+    yield from (("pp2 x dp2", family, schedule, 2) for family in FAMILIES for schedule in ("gpipe", "interleaved"))
+    yield from ((mesh, "llama", "interleaved", 2) for mesh in ("pp2 x tp2+sp", "pp2 x cp2", "pp2 x hsdp2x2"))
+    yield from ((mesh, "qwen3", flags, 2) for mesh in ("pp2 x dp2", "pp2 x tp2+sp", "pp2 x cp2") for flags in FLAGS)
+
+
+def describe(cell: Cell) -> dict[str, Hashable]:
+    mesh, family, flags, accumulate = cell
+    return {"mesh": mesh, **FAMILIES[family], "pp_schedule": "1f1b", **join_flags(flags), "accumulate": accumulate}
+
+
+def get_name(cell: Cell) -> str:
+    return "-".join(map(str, cell))
+
+
+CELLS = {get_name(cell): cell for cell in list_cells()}
+MATRIX = Matrix(
+    "pipelines",
+    {name: describe(cell) for name, cell in CELLS.items()},
+    fast=("pp2-llama-1f1b-1", "pp2-qwen3-resharded-1"),
+    always=[
+        *(f"pp2-qwen3-{flags}-1" for flags in FLAGS),
+        *(f"{mesh}-llama-1f1b-1" for mesh in MESHES if "ep2" not in mesh),
+        get_name(FAILED),
+    ],
+    costs={name: MESHES[mesh][0] * accumulate for name, (mesh, _, _, accumulate) in CELLS.items()},
+)
 
 
 @pytest.mark.guarantees("float32-losses", "float32-gradients", "losses-of-ones-own", "with-context-parallelism")
-@pytest.mark.parametrize(
-    ("mesh", "family", "flags", "accumulate"),
-    [
-        *FAST,
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in dict.fromkeys(CELLS) if cell not in FAST),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "family", "flags", "accumulate"), MATRIX.list_parameters(CELLS))
 def test_gradients_norm_and_weights_are_those_of_one_process(
-    mesh: str, family: str, flags: str, accumulate: int
+    mesh: str, family: str, flags: str, accumulate: int, compile_without_code: None
 ) -> None:
     def run() -> None:
         torch.manual_seed(1)
@@ -99,7 +159,9 @@ def test_gradients_norm_and_weights_are_those_of_one_process(
 
 
 @pytest.mark.guarantees("bfloat16-gradients")
-@pytest.mark.parametrize("mesh", ["pp2 x dp2", pytest.param("pp2 x tp2+sp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", ["pp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("pp2 x dp2", "pp2 x tp2+sp"))]
+)
 def test_gradients_in_bfloat16_are_as_exact_as_in_one_process(mesh: str) -> None:
     def run() -> None:
         torch.manual_seed(1)
@@ -109,22 +171,28 @@ def test_gradients_in_bfloat16_are_as_exact_as_in_one_process(mesh: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("mesh", "family"), [("pp2", "qwen3"), pytest.param("pp2 x tp2", "llama", marks=pytest.mark.slow)]
+    ("mesh", "family", "accumulate"),
+    [
+        ("pp2", "qwen3", 1),
+        *(pytest.param(*cell, 3, marks=pytest.mark.slow) for cell in (("pp2", "qwen3"), ("pp2 x tp2", "llama"))),
+    ],
 )
-def test_a_loss_in_chunks_is_computed_on_the_last_stage(mesh: str, family: str) -> None:
+def test_a_loss_in_chunks_is_computed_on_the_last_stage(mesh: str, family: str, accumulate: int) -> None:
     def run() -> None:
         torch.manual_seed(1)
-        check_parity(make_case(mesh, family, loss="chunked", accumulate=3))
+        check_parity(make_case(mesh, family, loss="chunked", accumulate=accumulate))
 
     run_ranks(run, MESHES[mesh][0])
 
 
 @pytest.mark.guarantees("lengths-that-vary", "added-rows")
-@pytest.mark.parametrize("mesh", ["pp2 x dp2"])
-def test_batches_of_any_length_and_of_fewer_rows_train_as_in_one_process(mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "flags", "steps"), [("pp2", "1f1b", 2), pytest.param("pp2 x dp2", "resharded", 3, marks=pytest.mark.slow)]
+)
+def test_batches_of_any_length_and_of_fewer_rows_train_as_in_one_process(mesh: str, flags: str, steps: int) -> None:
     """The ranks read different numbers of rows, down to one, and other lengths in every step."""
     batches = [
-        {name: tensor[: 1 + (3 * index) % 4] for name, tensor in batch.items()}
+        {name: tensor[: 1 + (3 * index + 2) % 4] for name, tensor in batch.items()}
         for index in range(12)
         for batch in make_token_batches(1, size=4, length=8 + index // 2)
     ]
@@ -132,7 +200,7 @@ def test_batches_of_any_length_and_of_fewer_rows_train_as_in_one_process(mesh: s
 
     def run() -> None:
         torch.manual_seed(1)
-        check_parity(make_case(mesh, "gpt2", "resharded", accumulate=2, batches=batches))
+        check_parity(make_case(mesh, "gpt2", flags, accumulate=2, batches=batches, steps=steps))
 
     run_ranks(run, MESHES[mesh][0])
 
@@ -145,8 +213,11 @@ def join_pairs(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("mesh", "flags"),
     [
-        ("pp2 x dp2", "resharded"),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("pp2", "1f1b"), ("pp2 x ep2", "interleaved"))),
+        ("pp2", "1f1b"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (("pp2 x dp2", "resharded"), ("pp2 x ep2", "interleaved"))
+        ),
     ],
 )
 def test_the_loss_of_routers_counts_the_layers_of_all_stages(mesh: str, flags: str) -> None:

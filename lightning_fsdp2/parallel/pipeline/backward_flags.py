@@ -15,7 +15,7 @@ class BackwardFlags:
         units: FSDP2 units.
         defers: Whether to defer the reduction to the last backward. False if the caller has already deferred it.
         reduces_each: Whether every backward reduce-scatters its gradients, so that only the all-reduce over the
-            replicas (HSDP) is deferred.
+            replicas (HSDP) is deferred, to the last backward of each stage.
         frees_once: Whether units stay gathered until the last backward, instead of until their own backward.
     """
 
@@ -30,11 +30,26 @@ class BackwardFlags:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.begin_last_backward()
+        self._begin_last_backward()
 
-    def begin_last_backward(self) -> None:
-        """Make the next backward reduce the gradients of all micro-batches, and free the gathered weights."""
+    def begin_backward(self, *, ends_stage: bool, ends_batch: bool) -> None:
+        """Prepare the next backward.
+
+        Args:
+            ends_stage: Whether it is the last backward of its stage. The last backward of the batch runs through the
+                units of one stage only, so the all-reduce of the other units of this rank must not wait for it.
+            ends_batch: Whether it is the last backward of the batch. It reduces the gradients of all micro-batches, and
+                frees the gathered weights.
+        """
+        if ends_batch:
+            self._begin_last_backward()
+        elif self._defers and self._reduces_each:
+            for unit in self._units:
+                unit.set_requires_all_reduce(ends_stage, recurse=False)
+
+    def _begin_last_backward(self) -> None:
         self._deferral.close()
+        self._defers = False
         self._set(is_last=True)
 
     def _set(self, *, is_last: bool) -> None:

@@ -155,6 +155,7 @@ class PipelineRun:
         own = orders[self.group.rank()]
         backwards = [index for index, action in enumerate(own) if action.kind is Kind.BACKWARD]
         gathers_once = self.gathers_once or not backwards
+        last = {own[index].stage: index for index in backwards}
         flags = BackwardFlags(units, defers=synchronises, reduces_each=reduces_each, frees_once=gathers_once)
         execution = _Execution(self, units, step, micro_batches, key, trains=bool(backwards))
         self._averages = bool(backwards) and len(micro_batches) > 1
@@ -168,8 +169,9 @@ class PipelineRun:
                     stack.enter_context(keep_unsharded_after_forward(units))
                 stack.enter_context(flags)
                 for index, action in enumerate(own):
-                    if action.kind is Kind.BACKWARD and index == execution.find_last(own, backwards):
-                        flags.begin_last_backward()
+                    if action.kind is Kind.BACKWARD:
+                        ends_batch = index == execution.find_last(own, backwards)
+                        flags.begin_backward(ends_stage=index == last[action.stage], ends_batch=ends_batch)
                     with self.surround(action):
                         execution.perform(action)
             self.transfers.finish()
