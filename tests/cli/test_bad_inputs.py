@@ -17,6 +17,7 @@ from helpers.mistakes import (
     SMALL,
     STRATEGY,
     Case,
+    TrainFirst,
     change_config,
     chat,
     check_run,
@@ -32,7 +33,6 @@ from helpers.mistakes import (
     run_really,
     strategy,
     text,
-    train_first,
     trainer,
 )
 from helpers.models import GPT2
@@ -42,7 +42,6 @@ SAMPLE = {
     "key twice",
     "text that is not there",
     "other launcher's RANK",
-    "flipped byte",
     "export into itself",
 }
 """Cases of `make test`; all are in `make test-all`."""
@@ -141,7 +140,7 @@ CASES = {
     "pretrained that is nowhere": Case("./nothing", {f"{MODEL}.pretrained": "./nothing", CONFIG: None}),
     "pretrained that is a file": Case("text.txt", {f"{MODEL}.pretrained": "text.txt", CONFIG: None}),
     "pretrained that is a checkpoint": Case(
-        "run.ckpt", {f"{MODEL}.pretrained": "./run.ckpt", CONFIG: None}, prepare=train_first()
+        "run.ckpt", {f"{MODEL}.pretrained": "./run.ckpt", CONFIG: None}, prepare=TrainFirst()
     ),
     "vocabulary that is too small": model({**SMALL, "vocab_size": 64}, ("vocab", "64"), "config"),
     "attention that is none": model("flashy", "flashy", "attn_implementation"),
@@ -216,29 +215,27 @@ CASES = {
     "ckpt_path that is some folder": Case(
         "folder", args=("--ckpt_path=folder",), prepare=lambda f: (f / "folder").mkdir()
     ),
-    "flipped byte": Case("damaged", args=("--ckpt_path=run.ckpt",), prepare=train_first(flip_byte)),
-    "half a file": Case("run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=train_first(cut_off)),
-    "file that is lost": Case("run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=train_first(remove("*.distcp"))),
-    "metadata that are lost": Case(
-        "run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=train_first(remove(".metadata"))
-    ),
+    "flipped byte": Case("damaged", args=("--ckpt_path=run.ckpt",), prepare=TrainFirst(flip_byte)),
+    "half a file": Case("run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=TrainFirst(cut_off)),
+    "file that is lost": Case("run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=TrainFirst(remove("*.distcp"))),
+    "metadata that are lost": Case("run.ckpt", args=("--ckpt_path=run.ckpt",), prepare=TrainFirst(remove(".metadata"))),
     "checkpoint of another model": Case(
         "run.ckpt",
         {CONFIG: {**SMALL, "hidden_size": 64}},
         args=("--ckpt_path=run.ckpt",),
-        prepare=train_first(),
+        prepare=TrainFirst(),
     ),
     "export of nothing": Case("absent", command=("export", "absent", "out")),
-    "export into itself": Case("run.ckpt", command=("export", "run.ckpt", "run.ckpt/sub"), prepare=train_first()),
-    "export of a flipped byte": Case("damaged", command=("export", "run.ckpt", "out"), prepare=train_first(flip_bytes)),
+    "export into itself": Case("run.ckpt", command=("export", "run.ckpt", "run.ckpt/sub"), prepare=TrainFirst()),
+    "export of a flipped byte": Case("damaged", command=("export", "run.ckpt", "out"), prepare=TrainFirst(flip_bytes)),
     "export to a dtype that is none": Case(
-        "int3", command=("export", "run.ckpt", "out", "--dtype=int3"), prepare=train_first()
+        "int3", command=("export", "run.ckpt", "out", "--dtype=int3"), prepare=TrainFirst()
     ),
     "export in shards of nothing": Case(
-        "max_shard_size", command=("export", "run.ckpt", "out", "--max_shard_size=0"), prepare=train_first()
+        "max_shard_size", command=("export", "run.ckpt", "out", "--max_shard_size=0"), prepare=TrainFirst()
     ),
     "consolidate into a folder": Case(
-        "out", command=("consolidate", "run.ckpt", "out"), prepare=train_first(lambda c: (c.parent / "out").mkdir())
+        "out", command=("consolidate", "run.ckpt", "out"), prepare=TrainFirst(lambda c: (c.parent / "out").mkdir())
     ),
     "verify without a name": Case("path", command=("verify",)),
     # ---------------------------------------------------------------- variables
@@ -272,12 +269,13 @@ CASES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
 )
-@pytest.mark.usefixtures("_trained")
-def test_a_mistake_is_said(name: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_parsed")
+def test_a_mistake_is_said(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if CASES[name].begins_with_checkpoint:
+        request.getfixturevalue("_trained")
     check_run(CASES[name], tmp_path)
 
 
-@pytest.mark.guarantees("one-line")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REAL))
 @pytest.mark.usefixtures("_trained")

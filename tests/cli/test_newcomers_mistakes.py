@@ -20,6 +20,7 @@ from helpers.mistakes import (
     SMALL,
     STRATEGY,
     Case,
+    TrainFirst,
     change_config,
     chat,
     check_run,
@@ -29,7 +30,6 @@ from helpers.mistakes import (
     optimizer,
     remove,
     text,
-    train_first,
 )
 
 Row = tuple[str, Any, tuple[str, ...]]
@@ -376,7 +376,7 @@ def list_pretrained() -> list[Case]:
 
 CASES = [
     *(Case(says, command=command) for command, says in COMMANDS),
-    *(Case(says, command=command, prepare=train_first(change)) for command, change, says in CHECKPOINTS),
+    *(Case(says, command=command, prepare=TrainFirst(change)) for command, change, says in CHECKPOINTS),
     *(Case(says, {option: value}) for option, value, says in OPTIONS),
     *(Case(says, {CONFIG: {**SMALL, **fields}}) for fields, says in ARCHITECTURES),
     *(Case(says, {STRATEGY: arguments}, command=DESCRIBE) for arguments, says in LAYOUTS),
@@ -397,9 +397,14 @@ def name(case: Case) -> str:
 @pytest.mark.guarantees("one-line-errors", "one-line")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if number % 16 == 0 else pytest.mark.slow) for number, case in enumerate(CASES)],
+    [
+        pytest.param(case, marks=pytest.mark.slow if number % 16 or case.begins_with_checkpoint else ())
+        for number, case in enumerate(CASES)
+    ],
     ids=name,
 )
-@pytest.mark.usefixtures("_trained")
-def test_a_mistake_is_said(case: Case, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_parsed")
+def test_a_mistake_is_said(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if case.begins_with_checkpoint:
+        request.getfixturevalue("_trained")
     check_run(case, tmp_path)

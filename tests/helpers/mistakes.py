@@ -32,7 +32,7 @@ SMALL = {**LLAMA, "vocab_size": 257}
 QUESTION = {"role": "user", "content": "hello"}
 CALLBACKS = "lightning.pytorch.callbacks"
 TRAINED: list[Path] = []
-"""The checkpoint that `train_first` copies, once `train_checkpoint` has written it."""
+"""The checkpoint that `TrainFirst` copies, once `train_checkpoint` has written it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Case:
 
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the process."""
+
+    @property
+    def begins_with_checkpoint(self) -> bool:
+        """Whether the fixture `_trained` has to come first."""
+        return isinstance(self.prepare, TrainFirst)
 
     def get_arguments(self) -> tuple[str, ...]:
         """Return what is typed after the program's name."""
@@ -85,15 +90,17 @@ def change_config(old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
-def train_first(change: Callable[[Path], None] | None = None) -> Callable[[Path], None]:
-    """Leave `run.ckpt` in the folder, as a run of two steps made it, and change it."""
+@dataclass(frozen=True)
+class TrainFirst:
+    """Leaves `run.ckpt` in the folder, as a run of two steps made it, and changes it."""
 
-    def prepare(folder: Path) -> None:
+    change: Callable[[Path], None] | None = None
+
+    def __call__(self, folder: Path) -> None:
+        """Copy the checkpoint that the fixture has trained."""
         shutil.copytree(TRAINED[0], folder / "run.ckpt")
-        if change is not None:
-            change(folder / "run.ckpt")
-
-    return prepare
+        if self.change is not None:
+            self.change(folder / "run.ckpt")
 
 
 def flip_byte(checkpoint: Path) -> None:
