@@ -324,3 +324,11 @@ def test_rooms_reach_what_is_below_them() -> None:
     assert {"strategies", "parallel", "managers"} <= rooms("tests/strategies/test_fsdp2.py")
     assert {"plan", "cli", "callbacks", "data"} <= rooms("tests/cli/test_cli.py")
     assert ROOT / "configs/quickstart.yaml" in find_reach(ROOT / "tests/test_configs.py")
+
+
+def test_who_names_the_folder_of_tests_reaches_all_of_them(repository: Path) -> None:
+    files = {"tests/test_reader.py": "ALL = 'tests/'\n", "tests/test_other.py": "ONE = 'tests/test_reader.py'\n"}
+    write(repository, {**files, "tests/names.yaml": "{}\n"})
+    reached = find_reach(repository / "tests/test_reader.py").keys() - {repository / "pyproject.toml"}
+    assert reached == {repository / name for name in (*files, "tests/names.yaml")}
+    assert repository / "tests/test_reader.py" not in find_reach(repository / "tests/test_other.py")

@@ -117,11 +117,14 @@ def _find_exports(init: Path) -> dict[str, str]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a string names something in the repository, from its top; the tests themselves are imported."""
-    top = text.partition("/")[0]
-    return (
-        bool(re.fullmatch(r"\.?\w[\w./-]*", text)) and top != "tests" and top in _list_top() and (ROOT / text).exists()
-    )
+    """Whether a string names something in the repository, from its top.
+
+    Tests are imported, and their names stand in tables; of them only the whole folder counts, with a slash.
+    """
+    top, slash, rest = text.partition("/")
+    if top == "tests":
+        return bool(slash and not rest)
+    return bool(re.fullmatch(r"\.?\w[\w./-]*", text)) and top in _list_top() and (ROOT / text).exists()
 
 
 @cache
