@@ -41,16 +41,26 @@ def test_a_value_of_a_flag_has_the_figures_of_the_page(
 
 
 STAGES = [
-    pytest.param(setting, id=f"{flag.name}-{setting.value}", marks=pytest.mark.slow if setting.is_slow else ())
-    for flag in PIPELINE_FLAGS
-    for setting in flag.settings
+    pytest.param(setting, id=f"{flag.name}-{setting.value}") for flag in PIPELINE_FLAGS for setting in flag.settings
 ]
 
 
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Any]]:
+    """Figures of pipelines by their flags, which several settings share."""
+    return {}
+
+
 @pytest.mark.guarantees("effects-of-flags")
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", STAGES)
-def test_a_value_of_a_flag_of_pipelines_has_the_figures_of_the_page(setting: Setting) -> None:
-    assert run_ranks(measure_stages, setting.ranks, setting)[0] == setting.figures
+def test_a_value_of_a_flag_of_pipelines_has_the_figures_of_the_page(
+    setting: Setting, measured: dict[str, dict[str, Any]]
+) -> None:
+    key = repr(setting.flags)
+    if key not in measured:
+        measured[key] = run_ranks(measure_stages, setting.ranks, setting)[0]
+    assert measured[key] == setting.figures
 
 
 @pytest.mark.guarantees("effects-of-flags", "flags-page")

@@ -1,5 +1,7 @@
 """A sample of `make parity`: families that differ in the styles their plans use, each on one of the layouts."""
 
+from typing import Any
+
 import pytest
 from helpers.families import FAMILIES, NOT_BUILT, VARIED
 from helpers.family_parity import (
@@ -13,20 +15,16 @@ from helpers.family_parity import (
 from helpers.ranks import RankError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-SLOW = ("gemma3n_text", "opt", "gptj", "stablelm", "qwen3_moe", "qwen2_moe", "deepseek_v4")
-SLOW += ("qwen3_next", "jamba", "doge", "inkling_text", "longcat_flash", "olmo2", "cohere2", "falcon")
-SLOW += ("llama", "gpt2", "mixtral", "gemma3_text")
-"""Those that take longest, and differ least from others or are rare, or which other fast tests train, too:
-`make test-all` has them."""
+FAST = ("qwen3", "gemma2", "phi3", "gpt_neox", "bloom", "gpt_oss", "glm4", "llama4_text", "deepseek_v3")
+"""Those of two ranks that no other fast test trains: `make test-all` has the others."""
 
 CONTEXT_SAMPLE = (
-    "gemma3_text",
-    "mixtral",
     "deepseek_v3",
+    "mixtral",
+    "gemma3_text",
     "gpt_oss",
     "gemma4_text",  # keys and values of earlier layers, a part of the mask
 )
-CONTEXT_SLOW = ("gemma3_text", "mixtral", "gpt_oss", "gemma4_text")
 
 PIPELINE_SAMPLE = (
     "opt",  # a layer's tuple with nothing behind the hidden states
@@ -36,14 +34,14 @@ PIPELINE_SAMPLE = (
     "deepseek_v3",  # a dense stage and a sparse one
     "gpt_oss",
 )
-PIPELINE_SLOW = ("opt", "bloom", "qwen3_next", "deepseek_v3", "gpt_oss")
+
+
+def mark(families: tuple[str, ...], fast: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(family, marks=() if family in fast else pytest.mark.slow) for family in families]
 
 
 @pytest.mark.guarantees("pipeline-parallel-families")
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=pytest.mark.slow if family in PIPELINE_SLOW else ()) for family in PIPELINE_SAMPLE],
-)
+@pytest.mark.parametrize("family", mark(PIPELINE_SAMPLE, ("opt",)))
 def test_a_family_trains_as_in_one_process_over_stages(family: str) -> None:
     layout = list(PIPELINE_LAYOUTS)[PIPELINE_SAMPLE.index(family) % len(PIPELINE_LAYOUTS)]
     assert measure_parity(family, layout) < 1e-5
@@ -57,19 +55,14 @@ def test_a_family_that_cannot_be_divided_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.guarantees("context-parallel-families")
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=pytest.mark.slow if family in CONTEXT_SLOW else ()) for family in CONTEXT_SAMPLE],
-)
+@pytest.mark.parametrize("family", mark(CONTEXT_SAMPLE, ("deepseek_v3",)))
 def test_a_family_trains_as_in_one_process_on_parts_of_its_sequences(family: str) -> None:
     layout = list(CONTEXT_LAYOUTS)[CONTEXT_SAMPLE.index(family) % len(CONTEXT_LAYOUTS)]
     assert measure_parity(family, layout) < 1e-5
 
 
 @pytest.mark.guarantees("families-with-a-plan")
-@pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=pytest.mark.slow if family in SLOW else ()) for family in VARIED]
-)
+@pytest.mark.parametrize("family", mark(VARIED, FAST))
 def test_a_family_trains_as_in_one_process(family: str) -> None:
     layout = list(LAYOUTS)[VARIED.index(family) % len(LAYOUTS)]
     assert measure_parity(family, layout) < 1e-5

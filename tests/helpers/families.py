@@ -436,21 +436,21 @@ VARIED = (
     "gemma3_text",  # two rotary bases, sliding windows
     "gemma3n_text",  # four streams, statistics of all intermediate features
     "olmo2",  # norms over all heads
-    "phi3",  # packed q, k, v of unequal sizes
     "gpt2",  # Conv1D, packed q, k, v
+    "phi3",  # packed q, k, v of unequal sizes
     "gpt_neox",  # q, k, v packed by head, parallel regions
     "bloom",  # alibi, residuals handed to the regions
     "falcon",  # one norm per region, key-value groups
     "opt",  # projections as children of the layer
     "gptj",
     "stablelm",  # norms of their own for each head
-    "cohere2",
+    "gpt_oss",  # biases of experts, attention sinks
     "glm4",  # packed gate and up that the plan gathers
-    "mixtral",  # packed experts
+    "llama4_text",  # transposed experts, flattened results
     "qwen3_moe",
     "qwen2_moe",  # shared expert behind a gate
-    "gpt_oss",  # biases of experts, attention sinks
-    "llama4_text",  # transposed experts, flattened results
+    "cohere2",
+    "mixtral",  # packed experts
     "deepseek_v3",  # latent attention
     "deepseek_v4",  # hyper-connections
     "longcat_flash",  # experts that return their input

@@ -167,7 +167,7 @@ FLAGS = (
         " `token_mean_loss` has a separate graph, which is not counted here.",
         settings=(
             Setting(value="False", figures={"graphs": 0}),
-            Setting(value="True", flags={"enable_compile": True}, figures={"graphs": 1}),
+            Setting(value="True", is_slow=True, flags={"enable_compile": True}, figures={"graphs": 1}),
             Setting(
                 value="True, tp_size=2, sequence_parallel=True",
                 is_slow=True,

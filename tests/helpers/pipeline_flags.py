@@ -30,14 +30,12 @@ def make_setting(
     crossings: int = 1,
     gathers: int = UNITS,
     reductions: int = UNITS,
-    is_slow: bool = True,
     **flags: Any,
 ) -> Setting:
     return Setting(
         value=value,
         flags={"pp_microbatches": micro_batches, **flags},
         ranks=4,
-        is_slow=is_slow,
         figures={
             "runs of `training_step`": micro_batches * flags.get("pp_stages_per_rank", 1),
             "runs kept for backward": kept,
@@ -59,7 +57,6 @@ PIPELINE_FLAGS = (
             make_setting("gpipe", kept=4, pp_schedule="gpipe"),
             make_setting(
                 "interleaved_1f1b, 2 stages on each rank",
-                is_slow=False,
                 kept=5,
                 crossings=3,  # forward to the second and the fourth stage, and backward from the third
                 pp_schedule="interleaved_1f1b",
