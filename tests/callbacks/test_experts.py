@@ -2,7 +2,8 @@
 
 import math
 import re
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.collectives import CountsStep
+from helpers.cover import Matrix
 from helpers.families import make_family_config, make_family_model
 from helpers.mesh_runs import RankBatches, whole_of_stages
 from helpers.models import make_token_batches
@@ -47,22 +49,27 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def each_mesh(fast: str) -> Any:
-    """Run a test on each mesh, and on one of them with every change."""
-    return pytest.mark.parametrize(
-        "mesh", [pytest.param(mesh, marks=() if mesh == fast else pytest.mark.slow) for mesh in MESHES]
-    )
+MATRIX = Matrix(
+    "loads of experts",
+    {
+        mesh: {"experts": "ep_size" in sizes, **dict.fromkeys(sizes, True), **flags}
+        for mesh, (_, sizes, flags) in MESHES.items()
+    },
+    fast=("ep2",),
+    costs={mesh: ranks for mesh, (ranks, _, _) in MESHES.items()},
+)
 
 
-def make_model(family: str) -> Any:
+def make_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    return make_family_model(family).train()
+    return make_family_model(family, **changes).train()
 
 
-def make_module(family: str) -> CausalLM:
+def make_module(family: str, **changes: Any) -> CausalLM:
     optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
-    module = CausalLM(config=make_family_config(family).to_dict(), optimizer=optimizer, decay_norms_and_biases=True)
-    module.model = make_model(family)
+    config = make_family_config(family, **changes).to_dict()
+    module = CausalLM(config=config, optimizer=optimizer, decay_norms_and_biases=True)
+    module.model = make_model(family, **changes)
     return module
 
 
@@ -73,8 +80,23 @@ def get_biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensors[name] for name in sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])}
 
 
-def train_alone(family: str, dp_size: int, rate: float) -> tuple[Any, list[Tensor]]:
-    """The model after all steps, and the loads [layers, experts] of each step."""
+@dataclass(frozen=True)
+class Alone:
+    """What one process without a strategy leaves."""
+
+    weights: dict[str, Tensor]
+    biases: dict[str, Tensor]
+    loads: list[Tensor]
+    """[layers, experts] of each step."""
+
+
+@cache
+def train_alone(family: str, dp_size: int, rate: float) -> Alone:
+    """Return what one process leaves, which a mesh of this size should leave too."""
+    return run_ranks(_train_alone, 1, family, dp_size, rate, group=False)[0]
+
+
+def _train_alone(family: str, dp_size: int, rate: float) -> Alone:
     model, loads = make_model(family), []
     layers = find_experts(model.modules())
     seen: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers}
@@ -95,75 +117,83 @@ def train_alone(family: str, dp_size: int, rate: float) -> tuple[Any, list[Tenso
             for bias, count in zip(get_biases(model).values() if rate else (), counts, strict=False):
                 bias += rate * torch.sign(count.double().mean() - count).view_as(bias)
         optimizer.step()
-    return model, loads
+    return Alone({name: weight.detach() for name, weight in model.named_parameters()}, get_biases(model), loads)
 
 
-def fit(module: CausalLM, mesh: str, callback: Any, **options: Any) -> tuple[Any, Recorder]:
+def get_dp_size(mesh: str) -> int:
+    ranks, sizes, _ = MESHES[mesh]
+    return ranks // math.prod(sizes.get(size, 1) for size in ("tp_size", "cp_size", "pp_size"))
+
+
+def fit(module: CausalLM, mesh: str, callback: Any, **options: Any) -> Recorder:
     _, sizes, flags = MESHES[mesh]
     recorder = Recorder()
     trainer = make_trainer(
         FSDP2Strategy(config=FSDP2Config(**flags), **sizes),
         callbacks=callback if isinstance(callback, list) else [callback],
-        max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATE,
         logger=recorder,
-        **{"log_every_n_steps": 1, **options},
+        **{"max_steps": STEPS, "log_every_n_steps": 1, **options},
     )
-    dp_size = MESHES[mesh][0] // math.prod(sizes.get(size, 1) for size in ("tp_size", "cp_size", "pp_size"))
-    trainer.fit(module, datamodule=RankBatches(make_token_batches(STEPS * ACCUMULATE * dp_size)))
-    return dp_size, recorder
+    trainer.fit(module, datamodule=RankBatches(make_token_batches(STEPS * ACCUMULATE * get_dp_size(mesh))))
+    return recorder
 
 
-@pytest.mark.guarantees("routers", "bias-of-routers")
-@each_mesh("dp2 x tp2 with ep4+sp")
-def test_biases_and_weights_are_those_of_one_process(mesh: str) -> None:
-    check_biases("deepseek_v3", mesh)
+@pytest.mark.guarantees("routers", "bias-of-routers", "loads")
+@pytest.mark.parametrize("mesh", MATRIX.list_parameters({mesh: (mesh,) for mesh in MESHES}))
+def test_biases_weights_and_loads_are_those_of_one_process(mesh: str) -> None:
+    check_run("deepseek_v3", mesh, [ExpertBias(RATE), ExpertLoad()])
+
+
+def test_loads_alone_are_those_of_one_process() -> None:
+    check_run("qwen3_moe", "ep2, full", [ExpertLoad()])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "glm4_moe", "afmoe", "laguna", "minimax_m2", "kimi_linear"])
 def test_every_place_of_the_bias_is_found(family: str) -> None:
-    check_biases(family, "ep2")
+    check_run(family, "ep2", [ExpertBias(RATE)])
 
 
-def check_biases(family: str, mesh: str) -> None:
-    def run() -> None:
+def check_run(family: str, mesh: str, callbacks: list[pl.Callback]) -> None:
+    """Compare weights, biases and loads on every rank with one process."""
+
+    def run() -> tuple[Any, ...]:
         module = make_module(family)
         before = {name: bias.clone() for name, bias in get_biases(module.model).items()}
-        dp_size, _ = fit(module, mesh, ExpertBias(RATE))
-        expected, _ = train_alone(family, dp_size, RATE)
-        biases = whole_of_stages(get_biases(module.model), module.trainer)
-        assert all(not torch.equal(bias, before[name]) for name, bias in biases.items())
-        torch.testing.assert_close(biases, dict(get_biases(expected)))
-        for name, weight in whole_of_stages(dict(module.model.named_parameters()), module.trainer).items():
-            torch.testing.assert_close(weight, expected.get_parameter(name), atol=1e-5, rtol=1e-4, msg=name)
+        recorder = fit(module, mesh, callbacks)
+        biases, weights = (
+            whole_of_stages(tensors, module.trainer)
+            for tensors in (get_biases(module.model), dict(module.model.named_parameters()))
+        )
+        return before, biases, weights, recorder.rows
 
-    run_ranks(run, MESHES[mesh][0])
+    with_bias = any(isinstance(callback, ExpertBias) for callback in callbacks)
+    expected = train_alone(family, get_dp_size(mesh), RATE if with_bias else 0)
+    for before, biases, weights, rows in run_ranks(run, MESHES[mesh][0]):
+        if with_bias:
+            assert all(not torch.equal(bias, before[name]) for name, bias in biases.items())
+            torch.testing.assert_close(biases, expected.biases)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected.weights[name], atol=1e-5, rtol=1e-4, msg=name)
+        if any(isinstance(callback, ExpertLoad) for callback in callbacks):
+            for metrics, load in zip(rows.values(), expected.loads, strict=True):
+                check_loads(metrics, load, mesh)
 
 
-@pytest.mark.guarantees("loads")
-@each_mesh("ep2, full")
-def test_loads_are_those_of_one_process(mesh: str) -> None:
-    def run() -> None:
-        module = make_module("qwen3_moe")
-        dp_size, recorder = fit(module, mesh, ExpertLoad())
-        _, loads = train_alone("qwen3_moe", dp_size, 0)
-        for metrics, load in zip(recorder.rows.values(), loads, strict=True):
-            for layer, row in enumerate(load.tolist()):
-                mean = sum(row) / len(row)
-                variance = sum((value - mean) ** 2 for value in row) / len(row)
-                assert metrics[f"experts/max_load_{layer}"] == pytest.approx(max(row) / mean)
-                assert metrics[f"experts/variation_{layer}"] == pytest.approx(variance**0.5 / mean)
-                assert metrics[f"experts/unused_{layer}"] == pytest.approx(row.count(0) / len(row))
-            assert metrics["experts/max_load"] == pytest.approx((load.amax(1) / load.mean(1)).max().item())
-            if "ep_size" in MESHES[mesh][1]:
-                _, sizes, flags = MESHES[mesh]
-                ranks = MESHES[mesh][0] // sizes.get("pp_size", 1)
-                forwards = load.numel() // load.size(1) * ranks * ACCUMULATE * flags.get("pp_microbatches", 1)
-                assert metrics["experts/rows"] == pytest.approx(load.sum().item() / forwards)
-                assert metrics["experts/max_rows"] >= metrics["experts/rows"]
-
-    run_ranks(run, MESHES[mesh][0])
+def check_loads(metrics: dict[str, float], load: Tensor, mesh: str) -> None:
+    for layer, row in enumerate(load.tolist()):
+        mean = sum(row) / len(row)
+        variance = sum((value - mean) ** 2 for value in row) / len(row)
+        assert metrics[f"experts/max_load_{layer}"] == pytest.approx(max(row) / mean)
+        assert metrics[f"experts/variation_{layer}"] == pytest.approx(variance**0.5 / mean)
+        assert metrics[f"experts/unused_{layer}"] == pytest.approx(row.count(0) / len(row))
+    assert metrics["experts/max_load"] == pytest.approx((load.amax(1) / load.mean(1)).max().item())
+    ranks, sizes, flags = MESHES[mesh]
+    if "ep_size" in sizes:
+        forwards = len(load) * ranks // sizes.get("pp_size", 1) * ACCUMULATE * flags.get("pp_microbatches", 1)
+        assert metrics["experts/rows"] == pytest.approx(load.sum().item() / forwards)
+        assert metrics["experts/max_rows"] >= metrics["experts/rows"]
 
 
 @pytest.mark.guarantees("no-waiting")
@@ -172,7 +202,7 @@ def test_steps_that_do_not_log_neither_communicate_nor_wait() -> None:
         found = []
         for callbacks in ([], [ExpertLoad()]):
             counts = CountsStep(1)
-            fit(make_module("qwen3_moe"), "ep2", [*callbacks, counts], log_every_n_steps=100)
+            fit(make_module("qwen3_moe"), "ep2", [*callbacks, counts], max_steps=2, log_every_n_steps=100)
             found.append((sum(counts.counter.collectives.values()), counts.counter.host_syncs))
         return found
 
@@ -230,7 +260,7 @@ def test_a_frozen_reference_is_neither_counted_nor_changed() -> None:
         module = Distillation(config=make_family_config("deepseek_v3").to_dict())
         module.model = make_model("deepseek_v3").eval()  # the mode does not matter
         before = {name: bias.clone() for name, bias in get_biases(module).items()}
-        fit(module, "dp2", ExpertBias(RATE))
+        fit(module, "dp2", ExpertBias(RATE), max_steps=1)
         for name, bias in whole(get_biases(module)).items():
             assert torch.equal(bias, before[name]) == name.startswith("reference"), name
 
@@ -296,6 +326,7 @@ def test_a_change_that_would_be_lost_is_refused(change: Any, message: str) -> No
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "fsdp2"])
 def test_other_strategies_count_the_same(name: str) -> None:
     kind = STRATEGIES[name]
+    expected = train_alone("deepseek_v3", 2, RATE)
 
     def run() -> None:
         module, recorder = make_module("deepseek_v3"), Recorder()
@@ -307,9 +338,8 @@ def test_other_strategies_count_the_same(name: str) -> None:
             logger=recorder,
         )
         trainer.fit(module, datamodule=RankBatches(make_token_batches(STEPS * ACCUMULATE * 2)))
-        expected, loads = train_alone("deepseek_v3", 2, RATE)
-        torch.testing.assert_close(whole(get_biases(module.model)), dict(get_biases(expected)))
-        for metrics, load in zip(recorder.rows.values(), loads, strict=True):
+        torch.testing.assert_close(whole(get_biases(module.model)), expected.biases)
+        for metrics, load in zip(recorder.rows.values(), expected.loads, strict=True):
             assert metrics["experts/max_load"] == pytest.approx((load.amax(1) / load.mean(1)).max().item())
 
     kind.run(run, 2)
@@ -320,9 +350,9 @@ def test_compiled_layers_count_in_a_second_fit_too(compile_without_code: None, m
     monkeypatch.setitem(MESHES, "ep2, compiled", (2, {"ep_size": 2}, {"enable_compile": True}))
 
     def run() -> None:
-        module = make_module("qwen3_moe")
-        fit(module, "ep2, compiled", [])
-        _, recorder = fit(module, "ep2, compiled", ExpertLoad())
+        module = make_module("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
+        fit(module, "ep2, compiled", [], max_steps=1)
+        recorder = fit(module, "ep2, compiled", ExpertLoad(), max_steps=1)
         assert all(metrics["experts/max_load"] >= 1 for metrics in recorder.rows.values())
 
     run_ranks(run, 2)
