@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,9 +29,10 @@ TOY = [
 
 @dataclass
 class Cluster:
-    """Where jobs run, with the command lines of `scontrol` in the order of their calls."""
+    """Where jobs run with ``python``, with the command lines of `scontrol` in the order of their calls."""
 
     folder: Path
+    python: str = sys.executable
     variables: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -41,10 +43,9 @@ class Cluster:
         activate = self.folder / ".venv" / "bin" / "activate"
         activate.parent.mkdir(parents=True)
         activate.write_text("# the stand-ins are found without\n")
-        python = f'exec "{sys.executable}"'
-        self.put("lightning-fsdp2", f'{python} -m lightning_fsdp2 "$@"')
-        self.put("torchrun", f'{python} -m torch.distributed.run "$@"')
-        self.put("srun", f'{python} "{Path(__file__).parent / "srun.py"}" "$@"')
+        self.put("lightning-fsdp2", f'exec "{self.python}" -m lightning_fsdp2 "$@"')
+        self.put("torchrun", f'exec "{self.python}" -m torch.distributed.run "$@"')
+        self.put("srun", f'exec "{sys.executable}" "{Path(__file__).parent / "srun.py"}" "$@"')
         self.put("scontrol", 'echo "$*" >> scontrol.log; if [[ $1 == show ]]; then echo 127.0.0.1; fi')
 
     def put(self, name: str, text: str) -> None:
@@ -101,7 +102,7 @@ class Job:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, seconds: float = 150) -> int:
+    def wait(self, seconds: float = 240) -> int:
         """Its exit code; whatever it has started is killed if it does not end."""
         try:
             return self.process.wait(seconds)
@@ -112,9 +113,10 @@ class Job:
 
     def kill(self) -> None:
         for pid in get_descendants(self.process.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 100) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from helpers.fork_server import get_python
 from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from torch.distributed.run import get_args_parser
@@ -36,6 +38,12 @@ TWO_NODES = "--trainer.num_nodes=2"
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Cluster:
+    """A cluster whose programs have imported everything when they start."""
+    return Cluster(tmp_path, get_python())
 
 
 def get_free_port() -> int:
@@ -235,34 +243,31 @@ def assert_trained(job: Job, cluster: Cluster, resumed: bool = False) -> None:
 @pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SBATCH)
-def test_slurm_trains_and_goes_on(name: str, cluster: Cluster) -> None:
+def test_slurm_trains(name: str, tmp_path: Path) -> None:
     nodes, tasks = (1, 2) if name == "one_node.sbatch" else (2, 1)
-    options = [*TOY, *HYBRID]
-    for steps in (2, 4):
-        arguments = [QUICKSTART, *options, f"--trainer.max_steps={steps}"]
-        job = cluster.submit(name, *arguments, nodes=nodes, tasks=tasks)
-        assert_trained(job, cluster, resumed=steps > 2)
+    own = Cluster(tmp_path) if name == "nodes.sbatch" else Cluster(tmp_path, get_python())
+    assert_trained(own.submit(name, QUICKSTART, *TOY, *HYBRID, nodes=nodes, tasks=tasks), own)
 
 
 @pytest.mark.guarantees("same-command")
 @pytest.mark.slow
-def test_torchrun_trains_on_one_node_and_goes_on(cluster: Cluster) -> None:
+def test_torchrun_trains_on_one_node_and_goes_on(warm: Cluster) -> None:
     for steps in (2, 4):
         command = ["bash", "examples/torchrun/one_node.sh", QUICKSTART, *TOY, f"--trainer.max_steps={steps}"]
-        assert_trained(cluster.start(command, PROCESSES_PER_NODE="2"), cluster, resumed=steps > 2)
+        assert_trained(warm.start(command, PROCESSES_PER_NODE="2"), warm, resumed=steps > 2)
 
 
 @pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_apart", [False, True], ids=["on a node", "on a machine of its own"])
-def test_torchrun_trains_on_two_nodes(is_apart: bool, cluster: Cluster) -> None:
+def test_torchrun_trains_on_two_nodes(is_apart: bool, warm: Cluster) -> None:
     port = str(get_free_port())
     variables = {"STORE": f"127.0.0.1:{port}", "NODES": "2", "PROCESSES_PER_NODE": "1", "ADDRESS": "127.0.0.1"}
     command = ["bash", "examples/torchrun/nodes.sh", QUICKSTART, *TOY, *HYBRID]
-    store = cluster.start([sys.executable, "examples/torchrun/serve_store.py", port]) if is_apart else None
-    jobs = [cluster.start(command, **variables, IS_HOST=str(node == 0 and not is_apart).lower()) for node in (0, 1)]
+    store = warm.start([warm.python, "examples/torchrun/serve_store.py", port]) if is_apart else None
+    jobs = [warm.start(command, **variables, IS_HOST=str(node == 0 and not is_apart).lower()) for node in (0, 1)]
     for job in jobs:
-        assert_trained(job, cluster)
+        assert_trained(job, warm)
     if store is not None:
         store.process.terminate()
         assert store.wait() == 0
@@ -270,21 +275,21 @@ def test_torchrun_trains_on_two_nodes(is_apart: bool, cluster: Cluster) -> None:
 
 @pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
-def test_compose_trains_on_two_nodes(cluster: Cluster) -> None:
+def test_compose_trains_on_two_nodes(warm: Cluster) -> None:
     services = read_compose()["services"]
     port = get_free_port()
     jobs = []
     for service in services.values():
         here = {"STORE": f"127.0.0.1:{port}", "ADDRESS": "127.0.0.1", "NODES": "2"}
-        jobs.append(cluster.start([*service["command"], *TOY], **service["environment"] | here))
+        jobs.append(warm.start([*service["command"], *TOY], **service["environment"] | here))
     for job in jobs:
-        assert_trained(job, cluster)
+        assert_trained(job, warm)
 
 
 @pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_the_command_of_a_pod_trains(name: str, cluster: Cluster) -> None:
+def test_the_command_of_a_pod_trains(name: str, warm: Cluster) -> None:
     """As many pods as two, of one process each or of two, with the variables of the manifest."""
     _, container = read_manifest(name)
     is_set = name == "jobset.yaml"
@@ -293,9 +298,9 @@ def test_the_command_of_a_pod_trains(name: str, cluster: Cluster) -> None:
     variables = {variable["name"]: variable.get("value", "") for variable in container.get("env", [])}
     if is_set:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    pods = [cluster.start(arguments, **variables | {"NODE_RANK": str(pod)}) for pod in range(2 if is_set else 1)]
+    pods = [warm.start(arguments, **variables | {"NODE_RANK": str(pod)}) for pod in range(2 if is_set else 1)]
     for pod in pods:
-        assert_trained(pod, cluster)
+        assert_trained(pod, warm)
 
 
 # ---------------------------------------------------------------------- pre-emption
@@ -310,28 +315,30 @@ def has_saved(cluster: Cluster) -> bool:
 @pytest.mark.guarantees("exit-codes")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SBATCH)
-def test_slurm_saves_queues_again_and_goes_on(name: str, cluster: Cluster) -> None:
+def test_slurm_saves_queues_again_and_goes_on(name: str, warm: Cluster) -> None:
     nodes, tasks = (1, 2) if name == "one_node.sbatch" else (2, 1)
-    job = cluster.submit(name, QUICKSTART, *TOY, *ENDLESS, nodes=nodes, tasks=tasks)
-    job.wait_for(lambda: has_saved(cluster))
+    job = warm.submit(name, QUICKSTART, *TOY, *ENDLESS, nodes=nodes, tasks=tasks)
+    job.wait_for(lambda: has_saved(warm))
     receivers = [job.process.pid] if "torchrun" in name else get_tasks(job)
     for pid in receivers:
         os.kill(pid, signal.SIGUSR1)
     assert job.wait() == (1 if "torchrun" in name else 138), job.text[-6000:]
-    assert JOB in cluster.requeued
-    again = cluster.submit(name, QUICKSTART, *TOY, *ENDLESS, "--trainer.max_time=00:00:00:05", nodes=nodes, tasks=tasks)
+    assert JOB in warm.requeued
+    saved = torch.load(warm.folder / "outputs" / "quickstart" / "last.ckpt" / "meta.pt", weights_only=False)
+    two_more = f"--trainer.max_steps={saved['global_step'] + 2}"
+    again = warm.submit(name, QUICKSTART, *TOY, two_more, nodes=nodes, tasks=tasks)
     assert again.wait() == 0, again.text[-6000:]
     assert "Restored all states" in again.text
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_pod_ends_all_with_the_code_of_the_manifest(cluster: Cluster) -> None:
+def test_a_signal_to_one_pod_ends_all_with_the_code_of_the_manifest(warm: Cluster) -> None:
     _, container = read_manifest("jobset.yaml")
     arguments = [f"--config={QUICKSTART}" if "--config=" in word else word for word in container["args"]]
     arguments += [*TOY, *ENDLESS, "--trainer.devices=2", TWO_NODES]
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    pods = [cluster.start(arguments, **here, NODE_RANK=str(pod)) for pod in range(2)]
-    pods[0].wait_for(lambda: has_saved(cluster))
+    pods = [warm.start(arguments, **here, NODE_RANK=str(pod)) for pod in range(2)]
+    pods[0].wait_for(lambda: has_saved(warm))
     pods[1].process.terminate()
     assert [pod.wait() for pod in pods] == [143, 143], pods[0].text[-3000:] + pods[1].text[-3000:]
 
