@@ -95,5 +95,5 @@ lint: docs ## Check style, format, types, launch scripts and images, and that th
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 clean: ## Remove caches, builds and the ledgers of tests and parity, but not the environments
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .test .parity build dist site *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .mutants .test .parity build dist site *.egg-info
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

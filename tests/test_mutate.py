@@ -1,0 +1,158 @@
+"""Broken lines are what was asked for, and what is said of them is what the tests beside them do."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import reach
+from helpers.ledger import Ledger
+
+from tools import mutate
+from tools.mutants import find_mutants, sample
+
+SOURCE = '''"""Docstring 1 + 1."""
+
+import warnings
+from typing import TYPE_CHECKING
+
+__all__ = ["f"]
+LIMIT = 3
+TIMEOUT_SECONDS = 5
+
+if TYPE_CHECKING:
+    from x import y
+
+
+@no_grad()
+@property
+def f(values: list[int], *, is_last: bool = False, name: str = "a") -> int | None:
+    """Return values[0]."""
+    if not values:
+        raise ValueError(f"{values[0]} not there")
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    group.wait(timeout=1)
+    with no_grad():
+        log.info("x" + str(1 + 1))
+    for value in values:
+        if value is None:
+            continue
+        self.total += value
+    assert values[0] == 1
+    return max(values[1:]) < LIMIT and is_last
+'''
+
+FOUND = """
+    7 default: 4
+    14 decorator:
+    16 default: True
+    18 negate: (values)
+    19 raise: pass
+    20 collective: pass
+    20 swap: MIN
+    21 call: pass
+    22 context: __import__("contextlib").nullcontext()
+    25 comparison: (value is not None)
+    26 loop: break
+    27 assignment: pass
+    29 return: return None
+    29 and/or: (max(values[1:]) < LIMIT or is_last)
+    29 comparison: (max(values[1:]) <= LIMIT)
+    29 comparison: (max(values[1:]) >= LIMIT)
+    29 swap: min
+    29 index: (1) + 1
+"""
+
+
+def test_each_kind_of_mistake_is_made_where_it_matters() -> None:
+    found = find_mutants("a.py", SOURCE.encode())
+    shown = {f"{mutant.line} {mutant.operator}: {mutant.text}".rstrip() for mutant in found}
+    assert shown == {line.strip() for line in FOUND.strip().splitlines()}
+    for mutant in found:
+        compile(mutant.apply(SOURCE.encode()), "a.py", "exec")
+    loop = next(mutant for mutant in found if mutant.operator == "loop")
+    assert loop.diff(SOURCE.encode()) == "-            continue\n+            break"
+    assert loop.reached_by == (26, 26)
+
+
+def test_a_sample_has_lines_of_all_files_and_grows() -> None:
+    files = {"long.py": b"x = f(1)[0] < 2\n" * 30, "short.py": b"y = 1 < 2\n" * 10}
+    mutants = {name: find_mutants(name, source) for name, source in files.items()}
+    few, many = (sample(mutants, count, 1) for count in (8, 16))
+    assert [mutant.file for mutant in few] == ["long.py"] * 6 + ["short.py"] * 2
+    assert set(few) < set(many)
+    assert len({(mutant.file, mutant.line) for mutant in many}) == 16
+    assert few == sample(mutants, 8, 1) != sample(mutants, 8, 2)
+
+
+FILES = {
+    "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ['slow', 'release']\npythonpath = ['.']\n",
+    "conftest.py": "",
+    "small/__init__.py": "",
+    "small/a/__init__.py": "",
+    "small/a/numbers.py": """import threading
+
+def largest(values):
+    return max(values)
+
+def wait():
+    event = threading.Event()
+    event.set()
+    return event.wait()
+
+def first(values):
+    return values[0]
+
+def last(values):
+    return values[-1]
+""",
+    "tests/a/test_numbers.py": """
+import os
+from small.a.numbers import largest, last, wait
+
+def test_largest():
+    process = os.fork()  # lines that run in a fork are known, too
+    if process == 0:
+        os._exit(largest([1, 3, 2]) != 3)
+    assert os.waitpid(process, 0)[1] == 0
+
+def test_rest():
+    assert wait()
+    last([1])
+""",
+    "tests/test_others.py": "from small.a.numbers import first\n\ndef test_first():\n    assert first([1, 2]) == 1\n",
+}
+
+
+@pytest.mark.slow
+def test_who_notices_a_broken_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    for module in (mutate, reach):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        monkeypatch.setattr(module, "PACKAGE", "small")
+    monkeypatch.setattr(mutate, "FOLDER", tmp_path / ".mutants")
+    monkeypatch.setattr(mutate, "HANG_SECONDS", 1)
+    reach.forget()
+
+    mutate.main(["small", "--others", "60"])
+    results = Ledger(tmp_path / ".mutants" / "results.jsonl").results
+    by_line = {(result["line"], name.split(":")[1]): result for name, result in results.items()}
+    outcomes = {line: result["outcome"] for (line, _), result in by_line.items()}
+    assert outcomes == {4: "mirror", 8: "hang", 9: "mirror", 12: "other", 15: "survived"}
+    tests = {line: result.get("test") for (line, _), result in by_line.items()}
+    assert tests[4] == "tests/a/test_numbers.py::test_largest"
+    assert tests[12] == "tests/test_others.py::test_first"
+    assert (tmp_path / ".mutants/copy/small/a/numbers.py").read_text() == FILES["small/a/numbers.py"]
+
+    lines = (tmp_path / ".mutants" / "results.jsonl").read_text()
+    mutate.main(["small"])
+    assert (tmp_path / ".mutants" / "results.jsonl").read_text() == lines, "what is known was tried again"
+    [survivor] = [name for name, result in results.items() if result["outcome"] == "survived"]
+    mutate.main(["--equal", survivor, "nobody looks"])
+    assert "equal: small/a/numbers.py:15" in mutate.summarise(Ledger(tmp_path / ".mutants" / "results.jsonl"))
+    reach.forget()
