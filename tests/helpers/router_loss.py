@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 COEFFICIENT = 0.5
+"""Large, so that the loss of the tokens does not hide a wrong auxiliary loss."""
 
 
 def token_sum_loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
 """The auxiliary loss that keeps experts equally busy: of all tokens of a micro-batch, wherever they are computed."""
 
+import itertools
 from functools import partial
 from typing import Any, NoReturn
 
 import pytest
 import torch
+from helpers.cover import Matrix
 from helpers.families import get_families, make_family_config, make_family_model
 from helpers.mesh_runs import Case, MetricsLogger, RankBatches, check_parity, join_batches
 from helpers.models import LLAMA, make_token_batches
@@ -20,8 +22,6 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.models.router_loss import OTHER_LOSSES, find_router_loss, record_routing
 from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance, sum_routing
-
-"""Large, so that the loss of the tokens does not hide a wrong auxiliary loss."""
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
@@ -58,41 +58,44 @@ def make_module(family: str, **options: Any) -> CausalLM:
 
 def make_case(mesh: str, family: str, *, is_padded: bool = False, **options: Any) -> Case:
     _, sizes, flags = MESHES[mesh]
-    batches = make_token_batches(3 * 3 * 4, length=12)
+    batches = make_token_batches(3 * 2 * 4, length=12)
     return Case(
         make_module=partial(make_module, family, **options),
         make_model=partial(make_model, family),
         loss=token_sum_loss,
         batches=mask_padding(batches) if is_padded else batches,
         joins_ranks=True,
-        accumulate=3,
+        accumulate=2,
         clip=0.1,
         strategy={**sizes, "config": FSDP2Config(**flags)},
     )
 
 
-FAST = [("dp2 x tp2 with ep4+sp", "qwen3_moe")]
+OPTIONS: dict[str, dict[str, Any]] = {"whole": {}, "padded": {"is_padded": True}, "chunked": {"loss": "chunked"}}
+CELLS = {
+    f"{mesh}-{family}-{option}": (mesh, family, option)
+    for mesh, family, option in itertools.product(MESHES, ("qwen3_moe", "gpt_oss"), OPTIONS)
+}
+
+
+def describe(mesh: str, family: str, option: str) -> dict[str, Any]:
+    """Return the features of a cell."""
+    _, sizes, flags = MESHES[mesh]
+    return {"family": family, "option": option, **{name: size > 1 for name, size in sizes.items()}, **flags}
+
+
+MATRIX = Matrix(
+    "auxiliary loss of routers",
+    {name: describe(*cell) for name, cell in CELLS.items()},
+    fast=("ep2-qwen3_moe-whole",),
+    costs={name: MESHES[mesh][0] for name, (mesh, _, _) in CELLS.items()},
+)
 
 
 @pytest.mark.guarantees("routers", "auxiliary-loss")
-@pytest.mark.parametrize(
-    ("mesh", "family"),
-    [
-        pytest.param(mesh, family, marks=() if (mesh, family) in FAST else pytest.mark.slow)
-        for mesh in MESHES
-        for family in ("qwen3_moe", "gpt_oss")
-    ],
-)
-def test_gradients_are_those_of_one_process(mesh: str, family: str) -> None:
-    run_ranks(check_parity, MESHES[mesh][0], make_case(mesh, family))
-
-
-@pytest.mark.guarantees("auxiliary-loss")
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2", "ep2", "tp2", "cp2"])
-@pytest.mark.parametrize("options", [{"is_padded": True}, {"loss": "chunked"}], ids=str)
-def test_padding_is_left_out_and_chunks_are_equal(mesh: str, options: dict[str, Any]) -> None:
-    run_ranks(check_parity, MESHES[mesh][0], make_case(mesh, "qwen3_moe", **options))
+@pytest.mark.parametrize(("mesh", "family", "option"), MATRIX.list_parameters(CELLS))
+def test_gradients_are_those_of_one_process(mesh: str, family: str, option: str) -> None:
+    run_ranks(check_parity, MESHES[mesh][0], make_case(mesh, family, **OPTIONS[option]))
 
 
 @pytest.mark.slow
@@ -119,9 +122,7 @@ WITH_LOSS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "mixtral" else pytest.mark.slow) for name in WITH_LOSS]
-)
+@pytest.mark.parametrize("family", WITH_LOSS)
 def test_the_loss_is_that_of_transformers(family: str) -> None:
     model: Any = make_family_model(family).eval()
     (batch,) = mask_padding(make_token_batches(1))
