@@ -42,6 +42,9 @@ OTHER_PAGES = (
 TIERS = {"slow": "`make test-all`", "release": "`make matrices`"}
 """What runs the tests with a mark, and not those without."""
 
+PART = "all cases: "
+"""How a note begins about a test with cases that no other command may run."""
+
 INTRODUCTION = """\
 # What holds each guarantee
 
@@ -209,7 +212,7 @@ def _get_tier(path: Path, marks: list[ast.expr]) -> str:
         if f"pytest.mark.{mark}" in own:
             return tier
     found = _find_marks(path, marks)
-    return next((f"all cases: {tier}" for mark, tier in reversed(TIERS.items()) if mark in found), "")
+    return next((PART + tier for mark, tier in reversed(TIERS.items()) if mark in found), "")
 
 
 def _list_marks(node: ast.expr) -> list[ast.expr]:
