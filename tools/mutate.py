@@ -24,6 +24,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,29 +101,41 @@ def try_all(workplace: "Workplace", ledger: Ledger, options: argparse.Namespace)
         print(f"{result['outcome']:10} {mutant.file}:{mutant.line} {result.get('test', '')}", flush=True)
 
 
+@cache
 def list_mirrors(file: str) -> list[str]:
     """Return the test files that mirror a file of the package.
 
     They are that of the same name, and those of the same folder that import the file; without any, those that import
-    it, wherever they are; and without any of these, those that reach it and little else.
+    it, wherever they are; and without any of these, the mirrors of the files of the package that import it. What only
+    the package itself hands out is mirrored by the three tests that reach little else.
     """
-    module = Path(file).with_suffix("")
+    module = Path(file).with_suffix("") if Path(file).name != "__init__.py" else Path(file).parent
     folder = Path("tests") / module.parent.relative_to(PACKAGE)
-    tests = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    parent = ".".join(module.parent.parts).replace(".", r"\.")
-    imports = re.compile(rf"{parent}(\.| import .*\b){module.name}\b")
-    importing = [test for test in tests if imports.search((ROOT / test).read_text())]
-    beside = [test for test in tests if test in importing and test.parent == folder]
-    same = [test for test in tests if test == folder / f"test_{module.name}.py"]
-    found = list(dict.fromkeys([*same, *beside])) or importing or list_reaching(file)[:2]
-    return [str(test) for test in found]
+    importing = list_importing("tests", module, "test_*.py")
+    found = [test for test in importing if test.parent == folder]
+    if (ROOT / (same := folder / f"test_{module.name}.py")).exists():
+        found = [same, *(test for test in found if test != same)]
+    if found or importing:
+        return [str(test) for test in found or importing]
+    users = list_importing(PACKAGE, module, "*.py")
+    beside = [user for user in users if user.parent == module.parent]
+    mirrors = [mirror for user in beside or users for mirror in list_mirrors(str(user))]
+    return list(dict.fromkeys(mirrors or list_reaching(file)[:3]))
 
 
-def list_reaching(file: str) -> list[Path]:
+def list_importing(folder: str, module: Path, pattern: str) -> list[Path]:
+    """Return the files of a folder that import a module of the package."""
+    parent = r"\.".join(module.parent.parts)
+    imports = re.compile(rf"^ *from {parent}(\.{module.name} import |\s+import [^\n]*\b{module.name}\b)", re.MULTILINE)
+    files = sorted((ROOT / folder).rglob(pattern))
+    return [file.relative_to(ROOT) for file in files if imports.search(file.read_text())]
+
+
+def list_reaching(file: str) -> list[str]:
     """Return the test files that reach a file of the package, those first that reach few files."""
     reaches = {test: find_reach(test) for test in (ROOT / "tests").rglob("test_*.py")}
     reaching = [test for test, reach in reaches.items() if ROOT / file in reach]
-    return [test.relative_to(ROOT) for test in sorted(reaching, key=lambda test: len(reaches[test]))]
+    return [str(test.relative_to(ROOT)) for test in sorted(reaching, key=lambda test: len(reaches[test]))]
 
 
 def summarise(ledger: Ledger) -> str:
@@ -190,7 +203,7 @@ class Workplace:
                 if noticed := self.run(tests, HANG_SECONDS + PATIENCE * seconds):
                     return {"outcome": "hang" if noticed == "hang" else "mirror", "test": noticed}
             deadline = time.monotonic() + others
-            for test in map(str, list_reaching(mutant.file) if others else ()):
+            for test in list_reaching(mutant.file) if others else ():
                 if test not in mirrors and (left := deadline - time.monotonic()) > 0:
                     noticed = self.run([test], left)
                     if noticed not in (None, "hang"):  # in which case there may have been too little time
