@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.cover import Matrix
 from helpers.cuda_on_cpu import cuda_on_cpu
 from helpers.lora import (
     FAMILIES,
@@ -55,21 +56,22 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp_size": 2}),
     "dp2-tp2-sp": (4, {"tp_size": 2, "config": SP}),
 }
-FAST = {("gpt2", "tp2")}
+CELLS = {f"{family}-{mesh}": (family, mesh) for family in FAMILIES for mesh in MESHES}
+MATRIX = Matrix(
+    "adapters of families",
+    {
+        name: {"family": family, **dict.fromkeys(MESHES[mesh][1], True), **({"dp": True} if "dp" in mesh else {})}
+        for name, (family, mesh) in CELLS.items()
+    },
+    always=("gpt2-tp2", "llama-dp2"),
+)
 
 
 # ---------------------------------------------------------------------- parity
 
 
 @pytest.mark.guarantees("lora-gradients-and-exports", "adapters-of-three-families")
-@pytest.mark.parametrize(
-    ("family", "mesh"),
-    [
-        pytest.param(family, mesh, id=f"{family}-{mesh}", marks=[] if (family, mesh) in FAST else pytest.mark.slow)
-        for family in FAMILIES
-        for mesh in MESHES
-    ],
-)
+@pytest.mark.parametrize(("family", "mesh"), MATRIX.list_parameters(CELLS))
 def test_gradients_and_the_merged_export_are_those_of_one_process(family: str, mesh: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", family)
     ranks, strategy = MESHES[mesh]
@@ -85,8 +87,9 @@ def test_gradients_and_the_merged_export_are_those_of_one_process(family: str, m
             make_module=make,
             make_model=lambda: make_plain(base, family),
             loss=token_sum_loss,
-            batches=make_token_batches(12),
+            batches=make_token_batches(8),
             strategy=strategy,
+            steps=2,
             accumulate=2,
             clip=0.5,
         )
@@ -162,32 +165,48 @@ ALIKE = {"selective-sp", "sp-loss-chunked", "cp-allgather", "cp-ulysses"}
 """Both ranks have the same batches there: they are one data parallel rank."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_train_leaves_the_same_adapters_and_the_base_as_it_was(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = save_base(tmp_path / "base")
-    save_adapter(tmp_path, base)
-    if way == "compiled":
-        original = torch.nn.Module.compile
-        monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: original(self, backend="aot_eager"))
-    weights = train(way, base, tmp_path / "adapter")
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A base, and an adapter of it that all ways begin with."""
+    folder = tmp_path_factory.mktemp("begun")
+    base = save_base(folder / "base")
+    save_adapter(folder, base)
+    return base, folder / "adapter"
 
-    def run_alone() -> dict[str, Any]:
-        plain = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter", is_trainable=True
-        )
+
+@pytest.fixture(scope="module")
+def weights_alone(begun: tuple[str, Path]) -> Callable[[int], dict[str, Any]]:
+    """The weights that one process leaves, whose steps have as many batches as there are data parallel ranks."""
+    base, adapter = begun
+
+    def run(dp_size: int) -> dict[str, Any]:
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
         case = Case(
             make_module=lambda: None,  # type: ignore[arg-type, return-value]
             make_model=lambda: plain,
             loss=token_sum_loss,
             batches=make_token_batches(8, size=4),
         )
-        return train_alone(case, {}, 1 if way in ALIKE else 2).weights
+        return train_alone(case, {}, dp_size).weights
 
+    return cache(lambda dp_size: run_ranks(run, 1, dp_size, group=False)[0])
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("selective-sp", "ddp") else pytest.mark.slow) for way in WAYS]
+)
+def test_every_way_to_train_leaves_the_same_adapters_and_the_base_as_it_was(
+    way: str,
+    begun: tuple[str, Path],
+    weights_alone: Callable[[int], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if way == "compiled":
+        original = torch.nn.Module.compile
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: original(self, backend="aot_eager"))
+    ranks = 1 if way == "compiled" else 2
     # of the Megatron-FSDP's test shim, which adds up in another order
-    assert_equal_tensors(weights, run_ranks(run_alone, 1, group=False)[0], atol=5e-5)
+    assert_equal_tensors(train(way, ranks, *begun), weights_alone(1 if way in ALIKE else ranks), atol=5e-5)
 
 
 def save_adapter(folder: Path, base: str) -> None:
@@ -195,7 +214,7 @@ def save_adapter(folder: Path, base: str) -> None:
     make_plain(base).save_pretrained(folder / "adapter")
 
 
-def train(way: str, base: str, adapter: Path) -> dict[str, Any]:
+def train(way: str, ranks: int, base: str, adapter: Path) -> dict[str, Any]:
     def run() -> dict[str, Any]:
         options = WAYS[way]()
         strategy = options.pop("strategy")
@@ -207,13 +226,13 @@ def train(way: str, base: str, adapter: Path) -> dict[str, Any]:
         return {name: kept[name] for name in names}
 
     if "megatron" not in way:
-        return run_ranks(run, 2)[0]
+        return run_ranks(run, ranks)[0]
 
     def run_megatron() -> dict[str, Any]:
         with cuda_on_cpu():
             return run()
 
-    return run_ranks(run_megatron, 2)[0]
+    return run_ranks(run_megatron, ranks)[0]
 
 
 @pytest.mark.slow
@@ -288,7 +307,6 @@ def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh_and_no_rank_h
     tmp_path: Path,
 ) -> None:
     base = save_base(tmp_path / "base")
-    save_adapter(tmp_path, base)
     fields = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
     was_on_meta: list[bool] = []
 
@@ -306,11 +324,7 @@ def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh_and_no_rank_h
         assert held < 0.55 * sum(parameter.numel() for parameter in module.parameters())
         return get_weights(module)
 
-    def run() -> list[dict[str, Any]]:
-        check_goes_on(base, tmp_path / "adapter")
-        return [begin(), begin(tp_size=2, config=SP)]
-
-    runs = run_ranks(run, 2)[0]
+    runs = run_ranks(lambda: [begin(), begin(tp_size=2, config=SP)], 2)[0]
     assert_equal_tensors(*runs)
     plain = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**fields))
     for name, tensor in plain.state_dict().items():
@@ -321,16 +335,20 @@ def test_new_adapters_are_those_of_peft_and_the_same_on_every_mesh_and_no_rank_h
             assert 0.8 * bound < runs[0][name].abs().max() <= bound
 
 
-def check_goes_on(base: str, adapter: Path) -> None:
-    """From an adapter of peft's."""
-    module = make_module(base, lora=str(adapter))
-    begun: dict[str, Any] = {}
-    look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: begun.update(get_weights(module)))
-    fit(module, FSDP2Strategy(tp_size=2, config=SP), callbacks=[look])
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    assert_equal_tensors(begun, plain.state_dict())
-    changed = {name for name, tensor in get_weights(module).items() if not torch.equal(tensor, begun[name])}
-    assert changed == {name for name in begun if "lora_" in name}
+def test_training_goes_on_from_an_adapter_of_pefts(begun: tuple[str, Path]) -> None:
+    base, adapter = begun
+
+    def run() -> None:
+        module = make_module(base, lora=str(adapter))
+        first: dict[str, Any] = {}
+        look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: first.update(get_weights(module)))
+        fit(module, FSDP2Strategy(tp_size=2, config=SP), callbacks=[look])
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        assert_equal_tensors(first, plain.state_dict())
+        changed = {name for name, tensor in get_weights(module).items() if not torch.equal(tensor, first[name])}
+        assert changed == {name for name in first if "lora_" in name}
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.slow
