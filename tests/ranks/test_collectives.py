@@ -10,8 +10,10 @@ from helpers.ranks import run_ranks
 from torch import Tensor
 
 from lightning_fsdp2.ranks.collectives import (
+    copy_last_to_ranks,
     copy_to_ranks,
     copy_together,
+    exchange,
     gather_for_ranks,
     gather_shards,
     gather_twice,
@@ -140,6 +142,39 @@ def test_gather_for_ranks_and_reduce_scatter_along_any_dim(ranks: int) -> None:
             )
 
     run_ranks(run, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchange_of_any_numbers_of_rows(ranks: int) -> None:
+    sent = [[3, 0, 1], [2, 1, 4], [0, 5, 2]]  # by each rank to each rank
+
+    def send(inputs: list[Tensor]) -> list[Tensor]:
+        parts = [rows.split(sent[rank][:ranks]) for rank, rows in enumerate(inputs)]
+        return [torch.cat([part[rank] for part in parts]) for rank in range(ranks)]
+
+    def run() -> None:
+        rank, received = dist.get_rank(), [sent[other][dist.get_rank()] for other in range(ranks)]
+        assert_like_one_process(
+            lambda own: exchange(own, sent[rank][:ranks], received, get_group()),
+            send,
+            [make_random(r, sum(sent[r][:ranks]), 2, 3) for r in range(ranks)],
+        )
+
+    run_ranks(run, ranks)
+
+
+def test_copy_of_the_last_features_sums_only_their_gradients() -> None:
+    def run() -> None:
+        own = make_random(0, 2, 5).requires_grad_()
+        weights = [make_random(1 + rank, 2, 5) for rank in range(2)]
+        copied = copy_last_to_ranks(own, 3, get_group())
+        assert torch.equal(copied, own)
+        (copied * weights[dist.get_rank()]).sum().backward()
+        expected = weights[dist.get_rank()].clone()
+        expected[:, 2:] = (weights[0] + weights[1])[:, 2:]
+        torch.testing.assert_close(own.grad, expected, rtol=1e-12, atol=1e-12)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 
 from lightning_fsdp2 import create_device_mesh
-from lightning_fsdp2.ranks.failures import fail_together
+from lightning_fsdp2.ranks.failures import describe_ranks, fail_together
 from lightning_fsdp2.weights.materialize import get_groups
 
 
@@ -35,6 +35,15 @@ def test_an_error_of_any_rank_is_raised_on_all_of_a_mesh() -> None:
             raise_on(2, NeedsTwo("one", "two"))
 
     run_ranks(run, 4)
+
+
+def test_ranks_are_described_as_ranges_by_host() -> None:
+    assert describe_ranks([3]) == "3"
+    assert describe_ranks([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert describe_ranks([0, 1, 2, 4, 5], ["a", "a", "b", "b", ""]) == "0-1 (a), 2 (b), 4-5"
+    assert describe_ranks(range(0, 40, 2)) == ", ".join(map(str, range(0, 32, 2))) + " and 4 more"
+    hosts = [f"node-{rank}" for rank in range(20)]
+    assert describe_ranks(range(20), hosts).endswith("15 (node-15) and 4 more hosts")
 
 
 def test_one_process_needs_no_group() -> None:

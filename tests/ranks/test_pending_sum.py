@@ -102,7 +102,7 @@ def test_what_it_is_is_known_without_communication() -> None:
         with StepCounter() as counter:
             summand = make_summand()
             pending = PendingSum.make(summand, dist.group.WORLD)
-            assert (pending.shape, pending.size(1), pending.ndim) == (SHAPE, 4, 3)
+            assert (pending.shape, pending.size(1), pending.size(dim=1), pending.ndim) == (SHAPE, 4, 4, 3)
             assert (pending.dtype, pending.device, pending.requires_grad) == (torch.float32, summand.device, True)
             assert pending.is_floating_point()
             assert isinstance(pending, Tensor)
@@ -164,7 +164,9 @@ def test_a_checkpoint_that_takes_the_part_itself_computes_it_again() -> None:
         for repeats in (False, True):
             summand, pending, _ = make()
             take = lambda value: torch.tanh(value.get_part(1))  # noqa: E731
-            part = checkpoint(take, pending, use_reentrant=False) if repeats else take(pending)
+            with StepCounter() as counter:
+                part = checkpoint(take, pending, use_reentrant=False) if repeats else take(pending)
+            assert counter.collectives == {"reduce_scatter": 1}
             part.sum().backward()
             gradients.append(summand.grad)
         torch.testing.assert_close(*gradients, rtol=0, atol=0)
