@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import pytest
 import torch
 import yaml
+from helpers.fork_server import get_python
 from helpers.recipes import RECIPES, change, get_callback, make_toy, write_inputs
 from helpers.tracked_jobs import get_rows, start_job
 from helpers.wandb_reader import WandbRun, read_runs
@@ -56,7 +57,7 @@ def run_twice(name: str, folder: Path) -> tuple[WandbRun, WandbRun]:
     write_inputs(folder)
     config = write_config(name, folder)
     for expected in (-signal.SIGKILL, 0):
-        ended = start_job(config, "--ckpt_path=last", WANDB_MODE="offline")
+        ended = start_job(config, "--ckpt_path=last", python=get_python(), WANDB_MODE="offline")
         assert ended.returncode == expected, ended.stderr[-4000:]
     first, second = read_runs(folder / "outputs" / name)
     return first, second

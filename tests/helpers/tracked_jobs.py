@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import wandb
+import wandb.sdk.launch  # which `wandb.init` would import in each rank
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from helpers.ranks import run_ranks
@@ -98,9 +98,11 @@ def finished_runs() -> Iterator[None]:
             wandb.teardown()
 
 
-def start_job(config: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start_job(
+    config: Path, *options: str, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `lightning-fsdp2 fit` in the folder of its config, with W&B quiet."""
-    command = [sys.executable, "-m", "lightning_fsdp2", "fit", f"--config={config}", *options]
+    command = [python, "-m", "lightning_fsdp2", "fit", f"--config={config}", *options]
     paths = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
     variables = {**os.environ, "PYTHONPATH": paths, "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
