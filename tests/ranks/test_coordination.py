@@ -10,7 +10,14 @@ import pytest
 import torch.distributed as dist
 from helpers.ranks import run_ranks
 
-from lightning_fsdp2.ranks.coordination import gather_objects, on_every_rank, on_first_rank, wait_for_all_ranks
+from lightning_fsdp2.compat.torch import get_group_timeout
+from lightning_fsdp2.ranks.coordination import (
+    gather_objects,
+    get_group,
+    on_every_rank,
+    on_first_rank,
+    wait_for_all_ranks,
+)
 
 
 class StubbornError(Exception):
@@ -56,6 +63,17 @@ def test_one_process_needs_no_group() -> None:
     assert gather_objects(3) == [3]
     with pytest.raises(ValueError, match="alone"):
         on_every_rank(lambda: fail(ValueError("alone")))
+
+
+def test_each_purpose_has_one_group_whose_timeout_may_change() -> None:
+    def run() -> None:
+        group = get_group("save", timedelta(seconds=40))
+        assert (group.size(), get_group_timeout(group)) == (2, timedelta(seconds=40))
+        assert get_group("save", timedelta(seconds=30)) is group
+        assert get_group_timeout(group) == timedelta(seconds=30)
+        assert get_group("load", timedelta(seconds=40)) not in (group, dist.group.WORLD)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.guarantees("race-for-the-store")
