@@ -1,8 +1,9 @@
 """Break one line of the package at a time, and see whether the tests beside it notice.
 
 It works on a copy of the last commit. The tests that mirror a file run first, of these the ones that reach the broken
-line; if none fails, all of them; then, for as long as `--others` allows, further tests that reach the file. Tests that
-are marked `slow` or `release` do not run. Results are kept in the folder `.mutants`, and an interrupted run goes on.
+line; if none fails, all that reach the file; then, for as long as `--others` allows, further tests that reach the file.
+Tests that are marked `slow` or `release` do not run. Results are kept in the folder `.mutants`, and an interrupted run
+goes on.
 
     python tools/mutate.py lightning_fsdp2/ranks lightning_fsdp2/mesh.py --count 50
     python tools/mutate.py --summary
@@ -172,8 +173,6 @@ class Workplace:
         copy.mkdir(parents=True)
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
         subprocess.run(["tar", "-x"], cwd=copy, input=archive.stdout, check=True)
-        package = b"".join(file.read_bytes() for file in sorted((copy / PACKAGE).rglob("*.py")))
-        self.package = hashlib.sha256(package).hexdigest()
         os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         report = copy.parent / "libraries.json"
         self.fork(lambda: report.write_text(json.dumps(list_libraries(copy))) and 0, 600, is_quiet=False)
@@ -187,16 +186,14 @@ class Workplace:
     def try_mutant(self, mutant: Mutant, others: float) -> dict[str, Any]:
         """Run tests on the copy with one line broken, until one notices."""
         mirrors = [test for test in list_mirrors(mutant.file) if (self.copy / test).exists()]
-        traces = [self.trace(test) for test in mirrors]
+        traces = [self.trace(test, mutant.file) for test in mirrors]
         start = max(trace["start"] for trace in traces)
         passing = {test: result for trace in traces for test, result in trace["tests"].items()}
         first, last = mutant.reached_by
-        chosen = [
-            test
-            for test, (_, lines) in sorted(passing.items(), key=lambda item: item[1][0])
-            if any(first <= line <= last for line in lines.get(mutant.file, ()))
-        ]
-        rest = [test for test in passing if test not in chosen]
+        quickest = sorted(passing, key=lambda test: passing[test][0])
+        lines = {test: found for test in quickest if (found := passing[test][1].get(mutant.file))}
+        chosen = [test for test, found in lines.items() if any(first <= line <= last for line in found)]
+        rest = [test for test in lines if test not in chosen]  # may be of a result that another test has left
         with self.broken(mutant):
             for tests in filter(None, (chosen, rest)):
                 seconds = start + sum(passing[test][0] for test in tests)
@@ -238,11 +235,12 @@ class Workplace:
             return f"pytest ended with {status}"
         raise RuntimeError(f"pytest ended with {status}, but no test failed:\n{output[-4000:]}")
 
-    def trace(self, test_file: str) -> dict[str, Any]:
+    def trace(self, test_file: str, file: str) -> dict[str, Any]:
         """Return, for each test that passes, its seconds and the lines that it reaches, and the seconds before all."""
-        content = hashlib.sha256((self.copy / test_file).read_bytes()).hexdigest()
-        name = f"{test_file} {content[:8]} {self.package[:8]}"
-        if name not in self.traces.results:
+        names = [test_file, *(str(path.relative_to(self.copy)) for path in (self.copy / PACKAGE).rglob("*.py"))]
+        contents = {name: hashlib.sha256((self.copy / name).read_bytes()).hexdigest()[:8] for name in names}
+        known = self.traces.results.get(test_file, {"contents": {}})
+        if any(known["contents"].get(name) != contents[name] for name in (test_file, file)):
             report = self.copy.parent / "trace.json"
             report.unlink(missing_ok=True)
             tracer = LineTracer(self.copy / PACKAGE, report)
@@ -250,8 +248,8 @@ class Workplace:
             self.fork(lambda: pytest.main([*OPTIONS, "--maxfail=1000", test_file], plugins=[tracer]), 1800)
             tests = json.loads(report.read_text()) if report.exists() else {}
             start = time.monotonic() - start - sum(seconds for seconds, _ in tests.values())
-            self.traces.add(name, start=start, tests=tests)
-        return self.traces.results[name]
+            self.traces.add(test_file, start=start, contents=contents, tests=tests)
+        return self.traces.results[test_file]
 
     def fork(self, action: Callable[[], Any], limit: float, *, is_quiet: bool = True) -> Any:
         """Run ``action`` in a fork, in the copy; return its exit status, or "hang" if it took longer than ``limit``."""
