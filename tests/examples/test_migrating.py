@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, me
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.documents import ROOT
-from helpers.examples import EXAMPLES, Run, read_losses, read_metric
+from helpers.examples import EXAMPLES, OWN_MODULE, Finish, Run, list_commands, read_losses, read_metric
 from helpers.models import LLAMA, make_causal_lm
 from helpers.ranks import run_ranks
 from helpers.recipes import write_inputs
@@ -100,6 +100,13 @@ def test_every_section_is_in_the_list() -> None:
     assert set(re.findall(r"\(#(from-\S+)\)", intro)) == anchors
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", list_commands(migrating=True))
+def test_commands_run(finish: Finish, command: str) -> None:
+    """As a user starts them."""
+    finish(command)
+
+
 # ---------------------------------------------------------------------- from Lightning's ModelParallelStrategy
 
 
@@ -107,29 +114,35 @@ EPOCH = 12
 """Steps of an epoch of the two scripts."""
 
 
+def finish_losses(finish: Finish, script: str, options: str = "") -> list[float]:
+    folder = finish(f"torchrun --nproc-per-node 2 examples/migrating/{script}.py{options}")
+    return read_metric(script, 0, folder=folder)
+
+
 @pytest.mark.guarantees("migrated-scripts")
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_migrated_run_has_the_losses_of_the_old_one_and_takes_its_checkpoints(run: Run, tp_size: int) -> None:
-    for script in ("before", "after"):
-        run(f"migrating/model_parallel_{script}.py", "--tp-size", tp_size)
-    before, after = (read_metric(f"model_parallel_{script}", 0) for script in ("before", "after"))
+def test_a_migrated_run_has_the_losses_of_the_old_one_and_takes_its_checkpoints(
+    run: Run, finish: Finish, tp_size: int
+) -> None:
+    options = f" --tp-size {tp_size}" if tp_size > 1 else ""
+    before, after = (finish_losses(finish, f"model_parallel_{script}", options) for script in ("before", "after"))
     assert after == pytest.approx(before, abs=1e-5)
     assert after[-1] < after[0] - 1.0
     run("migrating/model_parallel_before.py", "--tp-size", tp_size, "--steps", EPOCH)
-    [checkpoint] = Path("outputs/model_parallel_before/version_1/checkpoints").iterdir()
+    [checkpoint] = Path("outputs/model_parallel_before/version_0/checkpoints").iterdir()
     run("migrating/model_parallel_after.py", "--tp-size", tp_size, "--ckpt-path", checkpoint)
     # and not those of the old strategy, which would go on in the order of another epoch
-    assert read_metric("model_parallel_after", 1) == pytest.approx(before[EPOCH:], abs=1e-5)
+    assert read_metric("model_parallel_after", 0) == pytest.approx(before[EPOCH:], abs=1e-5)
 
 
 # ---------------------------------------------------------------------- from NeMo Automodel
 
 
 @pytest.mark.slow
-def test_the_loop_that_comes_from_automodel_trains(run: Run) -> None:
-    run("own_module.py", "--steps", 60)
-    outputs = run("migrating/automodel_after.py", "outputs/own_module/model", "--dp-replicate-size", 2)
+def test_the_loop_that_comes_from_automodel_trains(run: Run, finish: Finish) -> None:
+    model = finish(OWN_MODULE) / "outputs/own_module/model"
+    outputs = run("migrating/automodel_after.py", model, "--dp-replicate-size", 2)
     assert [len(read_losses(output)) for output in outputs] == [10, 10]
 
 
@@ -278,6 +291,7 @@ TRANSFORMERS = "From the Trainer of transformers"
 
 
 @pytest.mark.guarantees("migrated-scripts")
+@pytest.mark.slow
 def test_the_trainer_of_transformers_trains_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)  # AdamW enlarges rounding of a weight whose gradient is almost 0, as some random weights have
     make_causal_lm({**LLAMA, "vocab_size": 257}).save_pretrained("model")
@@ -314,16 +328,14 @@ LIGHTNING = "From Lightning's DDPStrategy or FSDPStrategy"
 
 
 @pytest.mark.slow
-def test_a_run_of_lightning_trains_the_same_and_goes_on(run: Run) -> None:
-    run("migrating/lightning_before.py")
-    run("migrating/lightning_after.py")
-    before, after = (read_metric(f"lightning_{script}", 0) for script in ("before", "after"))
+def test_a_run_of_lightning_trains_the_same_and_goes_on(run: Run, finish: Finish) -> None:
+    before, after = (finish_losses(finish, f"lightning_{script}") for script in ("before", "after"))
     assert after == pytest.approx(before, abs=1e-5)
     assert after[-1] < after[0] - 1.0
     run("migrating/lightning_before.py", "--steps", EPOCH)
-    [checkpoint] = Path("outputs/lightning_before/version_1/checkpoints").iterdir()
+    [checkpoint] = Path("outputs/lightning_before/version_0/checkpoints").iterdir()
     run("migrating/lightning_after.py", "--ckpt-path", checkpoint)
-    assert read_metric("lightning_after", 1) == pytest.approx(before[EPOCH:], abs=1e-5)
+    assert read_metric("lightning_after", 0) == pytest.approx(before[EPOCH:], abs=1e-5)
 
 
 def test_a_sharded_checkpoint_of_fsdp_strategy_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
