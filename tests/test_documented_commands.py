@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from helpers.documents import PAGES, Block, get_blocks, read_blocks
+from helpers.fork_server import get_python
 from helpers.models import LLAMA, make_causal_lm
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -203,7 +204,7 @@ def test_commands_run(command: str) -> None:
 
 
 def run_command(command: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "lightning_fsdp2", *get_arguments(command)]
+    words = [get_python(), "-m", "lightning_fsdp2", *get_arguments(command)]
     result = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     return result

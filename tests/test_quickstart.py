@@ -1,14 +1,13 @@
 """Each one-line change of the quickstart that the README shows runs, and changes nothing but the layout."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers.fork_server import get_python
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,12 +17,11 @@ CHANGES = re.findall(r'^make quickstart ARGS="(.*)"$', (ROOT / "README.md").read
 @cache
 def get_initial_loss(folder: Path, arguments: str) -> str:
     """Train for two steps; return the loss of the whole validation set before them, with the digits of the report."""
-    command = [sys.executable, "-m", "lightning_fsdp2", "fit", "--config", str(ROOT / "configs" / "quickstart.yaml")]
+    command = [get_python(), "-m", "lightning_fsdp2", "fit", "--config", str(ROOT / "configs" / "quickstart.yaml")]
     short = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
     result = subprocess.run(
         [*command, *short, *shlex.split(arguments)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,
