@@ -11,22 +11,59 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.compiler import needs_compiler
+from helpers.cover import Matrix
 from helpers.ranks import run_ranks
 from helpers.recipes import CONFIGS, RECIPES, get_bytes_per_value, get_callback, make_toy, read, write_inputs
 from helpers.tracked_jobs import finished_runs
 from helpers.wandb_reader import read_runs
+from jsonargparse import set_parsing_settings
 from torch.distributed.checkpoint import FileSystemReader
 
 from benchmarks.plans import plan
-from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.parallel.pipeline.schedule import build_orders, count_in_flight
 
-OTHERS = [name for name in (*RECIPES, "quickstart") if name != "pretrain_llama3_8b_fsdp2"]
+WITH_INDUCTOR = "llama3_70b_fsdp2_tp8_sp_async"
+"""Of the recipes that compile their layers the one for which code is generated, as asynchronous collectives need it."""
+
+
+def get_architecture(name: str) -> dict[str, Any]:
+    """The model's config, of a recipe that starts from a published model that of the table or of its pretraining."""
+    arguments = read(name)["model"]["init_args"]
+    if name in RECIPES and RECIPES[name].architecture:
+        return RECIPES[name].architecture
+    if "config" not in arguments:
+        return get_architecture("llama3_70b_fsdp2_tp8_sp_async" if "70b" in name else "pretrain_llama3_8b_fsdp2")
+    return arguments["config"]
+
+
+GOES_ON = "sft_llama3_8b"
+"""The recipe that is also started again."""
+
+
+def list_features(name: str) -> dict[str, Any]:
+    """The options that a recipe's toy run has, for the cover; a size of 1, or a flag that is off, is none."""
+    config = make_toy(name)
+    strategy, model = config["trainer"]["strategy"], config["model"]["init_args"]
+    options = dict(strategy["init_args"])
+    features = {
+        "strategy": strategy["class_path"],
+        "data": config["data"]["class_path"],
+        "family": get_architecture(name)["model_type"],
+        "weights": "read" if "pretrained" in model else "drawn",
+        "lora": "lora" in model,
+        **{f"model.{option}": model.get(option) for option in ("loss", "router_aux_loss_coef")},
+        **options.pop("config"),
+        **{size: value != 1 for size, value in options.items() if size.endswith("_size")},
+    }
+    return {feature: str(value) for feature, value in features.items() if value}
 
 
 def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str) -> dict[str, Any]:
     """Train on this rank; what the strategy was given, and how far it came."""
     Path("run.yaml").write_text(yaml.safe_dump(config))
+    set_parsing_settings(docstring_parse_attribute_docstrings=False)  # as the program does, since that takes long
     with context, finished_runs():
         trainer = FSDP2CLI(["fit", "--config=run.yaml", *args]).trainer
     strategy = trainer.strategy
@@ -50,17 +87,44 @@ def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str
     }
 
 
+TOY_RUNS = Matrix(
+    "recipes at toy size",
+    {name: list_features(name) for name in RECIPES},
+    always=[GOES_ON],
+    costs={name: recipe.ranks for name, recipe in RECIPES.items()},
+)
+
+
 @pytest.mark.guarantees("complete-recipes")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=recipe.marks) for name, recipe in RECIPES.items()])
-def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=(*TOY_RUNS.mark(name), *((needs_compiler,) if name == WITH_INDUCTOR else ())))
+        for name in RECIPES
+    ],
+)
+def test_two_steps_at_toy_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     recipe, config = RECIPES[name], make_toy(name)
+    if name != WITH_INDUCTOR:
+        request.getfixturevalue("compile_without_code")
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     results = run_ranks(lambda: fit(config, recipe.context()), recipe.ranks, group=False)
-    result, given = results[0], config["trainer"]["strategy"]
+    check_options(name, config, results)
+    check_outputs(name, tmp_path / "outputs" / name)
+    if name == GOES_ON:
+        longer = ["--trainer.max_steps=4", "--ckpt_path=last"]
+        assert run_ranks(lambda: fit(config, nullcontext(), *longer), 2, group=False)[0]["step"] == 4
+        check_goes_on(tmp_path / "outputs" / name)
+
+
+def check_options(name: str, config: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """What the file says is what the run had."""
+    recipe, result, given = RECIPES[name], results[0], config["trainer"]["strategy"]
     assert {result["step"] for result in results} == {2}
-    # what the file says is what the run had
     options = given["init_args"]
     assert result["strategy"] == given["class_path"].removeprefix("lightning_fsdp2.")
     assert {size: result["sizes"][size] for size in result["sizes"] if size in options} == {
@@ -75,10 +139,13 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     replicas = recipe.ranks // math.prod(options.get(f"{axis}_size", 1) for axis in ("pp", "cp", "tp"))
     data = config["data"]["init_args"]
     assert result["accumulated"] * replicas * data["batch_size"] == data["global_batch_size"]
-    # and what it is for has been written
-    assert (tmp_path / "outputs" / name / "checkpoints" / "last.ckpt").exists()
-    assert len(list((tmp_path / "outputs" / name / "wandb").glob("offline-run-*/*.wandb"))) == 1
-    with open(next((tmp_path / "outputs" / name).rglob("metrics.csv"))) as file:
+
+
+def check_outputs(name: str, folder: Path) -> None:
+    """What the run is for has been written."""
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+    assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    with open(next(folder.rglob("metrics.csv"))) as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [0, 1]
     for row in rows:
@@ -86,40 +153,23 @@ def test_two_steps_at_toy_size(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert float(row["loss/max"]) >= float(row["loss/mean"]) == pytest.approx(float(row["train/loss"]), rel=1e-5)
         assert float(row["train/gradient_norm"]) > 0
         assert float(row["throughput/tokens_per_second"]) > 0
-    (run,) = read_runs(tmp_path / "outputs" / name)
+    (run,) = read_runs(folder)
     assert [row["trainer/global_step"] for row in run.rows] == [0, 1]
-    stored = FileSystemReader(tmp_path / "outputs" / name / "checkpoints" / "last.ckpt").read_metadata()
+    stored = FileSystemReader(folder / "checkpoints" / "last.ckpt").read_metadata()
     weights = {key for key in stored.state_dict_metadata if key.startswith("state_dict.")}
     assert weights
     if name.startswith("lora"):
         assert all("lora_" in key for key in weights)
 
 
-@pytest.mark.slow
-def test_a_recipe_goes_on_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_toy("sft_llama3_8b")
-    write_inputs(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    run_ranks(lambda: fit(config, nullcontext()), 2, group=False)
-    longer = ["--trainer.max_steps=4", "--ckpt_path=last"]
-    assert run_ranks(lambda: fit(config, nullcontext(), *longer), 2, group=False)[0]["step"] == 4
-    checkpoints = tmp_path / "outputs" / "sft_llama3_8b" / "checkpoints"
+def check_goes_on(folder: Path) -> None:
+    """The second run began at the checkpoint of the first."""
+    checkpoints = folder / "checkpoints"
     assert {path.name for path in checkpoints.glob("*.ckpt")} == {"last.ckpt", "step=2.ckpt", "step=4.ckpt"}
     assert (checkpoints / "last.ckpt").resolve().name == "step=4.ckpt"
-    with open(tmp_path / "outputs" / "sft_llama3_8b" / "version_1" / "metrics.csv") as file:
+    with open(folder / "version_1" / "metrics.csv") as file:
         rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file) if row["train/learning_rate"]]
     assert rates == pytest.approx([5e-6 * 3 / 30, 5e-6 * 4 / 30])  # on the warm-up begun before
-
-
-def get_architecture(name: str) -> dict[str, Any]:
-    """The model's config, of a recipe that starts from a published model that of the table or of its pretraining."""
-    arguments = read(name)["model"]["init_args"]
-    if name in RECIPES and RECIPES[name].architecture:
-        return RECIPES[name].architecture
-    if "config" not in arguments:
-        return get_architecture("llama3_70b_fsdp2_tp8_sp_async" if "70b" in name else "pretrain_llama3_8b_fsdp2")
-    return arguments["config"]
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:
@@ -131,7 +181,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
 
     def run() -> str:
         with redirect_stdout(io.StringIO()) as output:
-            FSDP2CLI(arguments)
+            main(arguments)
         return output.getvalue()
 
     return json.loads(run_ranks(run, 1, group=False)[0])
@@ -173,7 +223,8 @@ def format_count(count: int) -> str:
 
 @pytest.mark.guarantees("table-of-recipes")
 @pytest.mark.parametrize(
-    "name", ["pretrain_llama3_8b_fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+    "name",
+    [pytest.param(name, marks=() if name == "ddp_small" else pytest.mark.slow) for name in (*RECIPES, "quickstart")],
 )
 def test_sizes_are_those_of_the_readme_and_the_header(name: str, tmp_path: Path) -> None:
     description = describe(name, tmp_path)
@@ -209,7 +260,8 @@ PLANNED = [
 """What comments say of a plan: the recipe, the size that is changed, its value, and the figures."""
 
 
-@pytest.mark.slow
+@pytest.mark.release  # a minute each
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "size", "value", "figures"), PLANNED)
 def test_comments_say_what_is_planned(name: str, size: str, value: str, figures: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(get_architecture(name)))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 
@@ -70,7 +69,8 @@ class Recipe:
     context: Any = nullcontext
     """What stands in for hardware."""
 
-    marks: tuple[Any, ...] = (pytest.mark.slow,)
+    marks: tuple[Any, ...] = ()
+    """Of a test that compiles its layers."""
 
 
 PRETRAINED = {"model.init_args.pretrained": "model"}
@@ -139,13 +139,13 @@ TINY_DEEPSEEK_V3 = {
 }
 
 RECIPES = {
-    "pretrain_llama3_8b_fsdp2": Recipe(LLAMA_8B, gpus=8, marks=(pytest.mark.slow, needs_compiler)),
+    "pretrain_llama3_8b_fsdp2": Recipe(LLAMA_8B, gpus=8, marks=(needs_compiler,)),
     "hsdp_multi_node": Recipe(
         LLAMA_8B,
         gpus=32,
         ranks=4,
         changes={"trainer.strategy.init_args.dp_replicate_size": 2},
-        marks=(pytest.mark.slow, needs_compiler),
+        marks=(needs_compiler,),
     ),
     "llama3_70b_fsdp2_tp8_sp_async": Recipe(
         LLAMA_70B,
@@ -153,7 +153,7 @@ RECIPES = {
         ranks=4,
         changes={"trainer.strategy.init_args.tp_size": 2},
         context=fuse_on_cpu,
-        marks=(pytest.mark.slow, needs_compiler),
+        marks=(needs_compiler,),
     ),
     "llama3_405b_fsdp2_pp16_tp8": Recipe(
         405_853_388_800,
@@ -189,7 +189,7 @@ RECIPES = {
         changes={"trainer.strategy.init_args.ep_size": 4, "model.init_args.config": TINY_DEEPSEEK_V3},
         architecture=DEEPSEEK_V3,
     ),
-    "sft_llama3_8b": Recipe(LLAMA_8B, gpus=8, changes=PRETRAINED, marks=()),
+    "sft_llama3_8b": Recipe(LLAMA_8B, gpus=8, changes=PRETRAINED),
     "lora_llama3_70b_tp2": Recipe(LLAMA_70B, gpus=8, ranks=4, changes=PRETRAINED),
     "ddp_small": Recipe(134_515_008, gpus=8),
     "megatron_fsdp_8b": Recipe(LLAMA_8B, gpus=8, context=cuda_on_cpu),
