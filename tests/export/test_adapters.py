@@ -1,5 +1,6 @@
 """Export of LoRA: what peft itself would have written, and what its ``merge_and_unload`` gives."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.cover import Matrix
 from helpers.lora import (
     FAMILIES,
     LORA,
@@ -46,28 +48,25 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2": {"pp_size": 2},
 }
 
-FAST = ("kept-head", False, "tp2+sp")
+CELLS = {
+    f"{case}-{whole}-{mesh}": (case, whole, mesh)
+    for case, whole, mesh in itertools.product(CASES, ("whole", "adapters"), MESHES)
+}
+MATRIX = Matrix(
+    "exported adapters",
+    {name: {"case": case, "checkpoint": whole, "mesh": mesh} for name, (case, whole, mesh) in CELLS.items()},
+)
 
 
 @pytest.mark.guarantees("lora-gradients-and-exports")
-@pytest.mark.parametrize(
-    ("case", "frozen_parameters", "mesh"),
-    [
-        pytest.param(name, whole, mesh, marks=[] if (name, whole, mesh) == FAST else pytest.mark.slow)
-        for name in CASES
-        for whole in (True, False)
-        for mesh in MESHES
-    ],
-)
-def test_round_trip_with_peft_live_and_from_a_checkpoint(
-    case: str, frozen_parameters: bool, mesh: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("case", "saved", "mesh"), MATRIX.list_parameters(CELLS))
+def test_round_trip_with_peft_live_and_from_a_checkpoint(case: str, saved: str, mesh: str, tmp_path: Path) -> None:
     family, fields = CASES[case]
     base = save_base(tmp_path / "base", family)
 
     def run() -> dict[str, torch.Tensor]:
         module = make_module(base, family, lora={**LORA, **fields})
-        checkpoint = CheckpointConfig(frozen_parameters=frozen_parameters)
+        checkpoint = CheckpointConfig(frozen_parameters=saved == "whole")
         callback = HuggingFaceExport(dirpath=tmp_path / "callback")
         trainer = fit(module, FSDP2Strategy(checkpoint=checkpoint, **MESHES[mesh]), callbacks=[callback], steps=1)
         trainer.save_checkpoint(tmp_path / "run.ckpt")

@@ -1,6 +1,7 @@
 """Hugging Face models out of shards and out of checkpoints: what vanilla transformers writes, and reads again."""
 
 import json
+import math
 import multiprocessing
 import shutil
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.families import get_families, make_family_model
+from helpers.cover import Matrix
+from helpers.families import get_families, make_family_config, make_family_model
 from helpers.models import LLAMA, PlainTransformer, add_adapters, make_causal_lm
 from helpers.oracle import whole
+from helpers.pretrained_kinds import get_conversions
 from helpers.ranks import run_ranks
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
@@ -46,7 +49,27 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 
 ROUND_TRIPS = ("llama", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3")
 DENSE = ("llama", "gemma3_text")
-FAST = {("llama", "dp2"), ("qwen3_moe", "tp2"), ("gpt_oss", "ep2"), ("gemma3_text", "pp2")}
+CELLS = {
+    f"{family}-{mesh}": (family, mesh)
+    for family in ROUND_TRIPS
+    for mesh, (_, sizes) in MESHES.items()
+    if not (family in DENSE and "ep_size" in sizes)
+}
+
+
+def describe(family: str, mesh: str) -> dict[str, Any]:
+    """Return the features of a cell."""
+    ranks, sizes = MESHES[mesh]
+    is_sharded = ranks > math.prod(sizes.values())
+    return {"family": family, **dict.fromkeys(sizes, True), **({"fully_shard": True} if is_sharded else {})}
+
+
+MATRIX = Matrix(
+    "round trips of Hugging Face models",
+    {name: describe(*cell) for name, cell in CELLS.items()},
+    fast=("llama-dp2", "qwen3_moe-tp2", "gpt_oss-ep2", "gemma3_text-pp2"),
+    costs={name: MESHES[mesh][0] for name, (_, mesh) in CELLS.items()},
+)
 
 TOKENS = torch.arange(3, 19)[None]
 
@@ -80,15 +103,7 @@ def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 @pytest.mark.guarantees("checkpoints-of-stages", "same-logits")
-@pytest.mark.parametrize(
-    ("family", "mesh"),
-    [
-        pytest.param(family, mesh, id=f"{family}-{mesh}", marks=[] if (family, mesh) in FAST else pytest.mark.slow)
-        for family in ROUND_TRIPS
-        for mesh, (_, sizes) in MESHES.items()
-        if not (family in DENSE and "ep_size" in sizes)
-    ],
-)
+@pytest.mark.parametrize(("family", "mesh"), MATRIX.list_parameters(CELLS))
 def test_round_trip_through_shards_and_through_a_checkpoint(family: str, mesh: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     source = make_family_model(family)
@@ -126,10 +141,26 @@ def assert_same_folders(actual: Path, expected: Path) -> None:
     assert read_json(actual) == read_json(expected)
 
 
-@pytest.mark.guarantees("checkpoints-of-experts", "files-of-save-pretrained")
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.slow) for name in get_families()]
+def describe_family(family: str) -> dict[str, Any]:
+    """Return what decides how a family's files are written."""
+    config = make_family_config(family)
+    return {
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
+        "parts": bool(config.sub_configs),
+        **dict.fromkeys(get_conversions(family), True),
+    }
+
+
+FAMILIES = Matrix(
+    "exported families",
+    {family: describe_family(family) for family in get_families()},
+    fast=("mixtral",),
+    always=("llama", "gpt_oss", "longcat_flash", "moss_transcribe_diarize", "nemotron_h", "phi4_multimodal"),
 )
+
+
+@pytest.mark.guarantees("checkpoints-of-experts", "files-of-save-pretrained")
+@pytest.mark.parametrize("family", FAMILIES.list_parameters({family: (family,) for family in FAMILIES.cells}))
 def test_every_file_is_that_of_save_pretrained(family: str, tmp_path: Path) -> None:
     """For a new model, and for one that was read: what was converted on the way in is converted back."""
 

@@ -1,13 +1,14 @@
 """What decides how a family's files are read into shards: families that have it in common are read alike."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from helpers.families import make_family_config
 from lightning_fsdp2.modules.experts import find_experts
@@ -39,16 +40,29 @@ def get_kind(family: str) -> Kind:
     """Return the kind of a family, of which only a model without weights is built."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make_family_config(family))
-    converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
     styles: frozenset[str] = frozenset()
     with suppress(ValueError):  # some have no plan, some are refused
         styles = _get_styles(find_parts(model))
-    conversions = frozenset(map(_describe, converters)) or frozenset({"none"})
-    return Kind(conversions, styles, has_experts=bool(find_experts(model.modules())))
+    return Kind(get_conversions(family), styles, has_experts=bool(find_experts(model.modules())))
 
 
-def _describe(converter: WeightConverter) -> str:
-    return ", ".join(f"{type(step).__name__}({getattr(step, 'dim', '')})" for step in converter.operations)
+def get_conversions(family: str) -> frozenset[str]:
+    """Return what transformers does with tensors of a family's files; no model is built."""
+    return frozenset(", ".join(map(_describe, converter.operations)) for converter in _iterate_converters(family)) or (
+        frozenset({"none"})
+    )
+
+
+def _iterate_converters(family: str) -> Iterator[WeightConverter]:
+    text = getattr(make_family_config(family), "text_config", None)
+    names = (family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family], getattr(text, "model_type", family))
+    for name in dict.fromkeys(names):
+        conversions = get_checkpoint_conversion_mapping(name) or ()
+        yield from (conversion for conversion in conversions if isinstance(conversion, WeightConverter))
+
+
+def _describe(operation: object) -> str:
+    return f"{type(operation).__name__}({getattr(operation, 'dim', '')})"
 
 
 def _get_styles(parts: ModelParts) -> frozenset[str]:
