@@ -1,5 +1,6 @@
 """What a user sees of a run is what Lightning's own ``"ddp"`` shows: values, order, files and errors."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.cover import Matrix
 from helpers.oracle import whole
 from helpers.strategies import STRATEGIES
 from helpers.user_modules import WORLD, Batch, ByHand, Regressor, make_batches, make_optimizer, make_trainer
@@ -68,24 +70,24 @@ class Run:
 
 
 Scenario = Callable[[Run], None]
-SCENARIOS: list[Any] = []
+SCENARIOS: dict[str, Scenario] = {}
+FAST: list[str] = []
 
 
 def scenario(*, slow: bool = True) -> Callable[[Scenario], Scenario]:
     """Run the decorated function under both strategies."""
 
     def add(function: Scenario) -> Scenario:
-        SCENARIOS.append(pytest.param(function, id=function.__name__, marks=[pytest.mark.slow] if slow else []))
+        SCENARIOS[function.__name__] = function
+        FAST.extend([] if slow else [function.__name__])
         return function
 
     return add
 
 
-@pytest.mark.guarantees("beside-lightning")
-@pytest.mark.parametrize("world_size", [WORLD, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-@pytest.mark.parametrize("run_scenario", SCENARIOS)
-def test_beside_lightnings_ddp(strategy: str, world_size: int, run_scenario: Scenario, tmp_path: Path) -> None:
+def check(cell: dict[str, Any], folder: Path) -> None:
+    """Compare what a scenario sees under a strategy with what it sees under Lightning's."""
+    strategy = cell["strategy"]
     options = {"checkpoint": CheckpointConfig(save_at_end=False)}  # a last checkpoint which Lightning does not write
     makers = {
         "lightning": lambda **flags: make_trainer(LightningDDPStrategy(), **flags),
@@ -93,14 +95,14 @@ def test_beside_lightnings_ddp(strategy: str, world_size: int, run_scenario: Sce
     }
 
     def run() -> None:
-        runs = {name: Run(make, tmp_path / name) for name, make in makers.items()}
+        runs = {name: Run(make, folder / name) for name, make in makers.items()}
         for one in runs.values():
             one.folder.mkdir(exist_ok=True)
             torch.manual_seed(0)
-            run_scenario(one)
+            SCENARIOS[cell["scenario"]](one)
         assert_same(runs["own"].seen, runs["lightning"].seen)
 
-    STRATEGIES[strategy].run(run, world_size)
+    STRATEGIES[strategy].run(run, cell["ranks"])
 
 
 def assert_same(seen: Any, expected: Any) -> None:
@@ -706,3 +708,23 @@ def learning_rate_finder(run: Run) -> None:
         run.see(finder.suggestion(skip_begin=1, skip_end=1), finder.results, module.lr)
         run.see_weights(module)
         run.see_files()
+
+
+# ---------------------------------------------------------------------- the test of all
+
+CELLS = {
+    f"{name}-{strategy}-{ranks}": {"scenario": name, "strategy": strategy, "ranks": ranks}
+    for name, strategy, ranks in itertools.product(SCENARIOS, ("fsdp2", "ddp"), (WORLD, 1))
+}
+MATRIX = Matrix(
+    "beside Lightning's DDP",
+    CELLS,
+    fast=[f"{name}-{strategy}-{WORLD}" for name in FAST for strategy in ("fsdp2", "ddp")],
+    always=[f"{name}-fsdp2-{WORLD}" for name in SCENARIOS],
+)
+
+
+@pytest.mark.guarantees("beside-lightning")
+@pytest.mark.parametrize("cell", MATRIX.list_parameters({name: (cell,) for name, cell in CELLS.items()}))
+def test_beside_lightnings_ddp(cell: dict[str, Any], tmp_path: Path) -> None:
+    check(cell, tmp_path)

@@ -46,12 +46,9 @@ def test_the_document_is_what_the_table_says() -> None:
 
 
 @pytest.mark.guarantees("options-work-or-are-refused")
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.slow) for name in STRATEGIES]
-)
-@pytest.mark.parametrize(
-    "group", [pytest.param(name, marks=pytest.mark.slow if name == "callbacks" else ()) for name in HEADINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("group", HEADINGS)
 def test_options_do_what_they_say_or_are_refused(strategy: str, group: str, tmp_path: Path) -> None:
     try_options(strategy, [option for option in OPTIONS if option.group == group and not option.slow], tmp_path)
 

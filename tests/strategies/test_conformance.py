@@ -1,5 +1,6 @@
 """One behaviour: what every strategy of the package does alike. A new one is added to ``STRATEGIES`` and passes."""
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from helpers.cases import make_case
+from helpers.cover import Matrix
 from helpers.mesh_runs import check_parity
 from helpers.models import LLAMA, make_token_batches
 from helpers.oracle import whole
@@ -331,11 +333,12 @@ class UsesOptimizer(Regressor):
 
 @pytest.mark.guarantees("whole-weights")
 @fast_under("fsdp2")
-def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Kind, part: int) -> None:
     batches = make_batches(3 * WORLD)
 
     def run() -> None:
-        for name, optimizer_class in OPTIMIZERS.items():
+        for name, optimizer_class in list(OPTIMIZERS.items())[part::3]:
             module, trainer = UsesOptimizer(optimizer_class), kind.make_trainer(max_steps=3)
             if name == "LBFGS" and not kind.shards:
                 continue  # its steps call the model as often as they like: no loop to compare with
@@ -462,8 +465,14 @@ class CallsModel(pl.Callback):
     [
         pytest.param(
             False,
-            ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end"],
+            ["on_before_optimizer_step", "on_validation_epoch_end"],
             id="no_grad",
+        ),
+        pytest.param(
+            False,
+            ["on_after_backward", "on_train_batch_end"],
+            id="no_grad-more_hooks",
+            marks=pytest.mark.slow,
         ),
         pytest.param(True, ["on_before_backward", "on_after_backward"], id="grad", marks=pytest.mark.slow),
         pytest.param(
@@ -689,18 +698,21 @@ class Images(UserModule):
 def test_running_statistics_are_those_without_activation_checkpointing(kind: Kind) -> None:
     samples = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
-    def run(mode: Any) -> tuple[dict[str, Tensor], float]:
+    def train(mode: Any) -> tuple[dict[str, Tensor], float]:
         module, loader = Images(), DataLoader(samples[dist.get_rank() :: 2], batch_size=2)
         trainer = kind.make_trainer({"activation_checkpointing": mode}, max_steps=4)
         trainer.fit(module, loader, loader)
         return whole(module.state_dict()), trainer.callback_metrics["loss"].item()
 
-    expected, loss = kind.run(run, 2, False)[0]
-    assert expected["blocks.0.1.num_batches_tracked"] == 4
-    for mode in ("full", "selective"):
-        actual, actual_loss = kind.run(run, 2, mode)[0]
-        assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
-        assert actual_loss == loss
+    def run() -> None:
+        expected, loss = train(False)
+        assert expected["blocks.0.1.num_batches_tracked"] == 4
+        for mode in ("full", "selective"):
+            actual, actual_loss = train(mode)
+            assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
+            assert actual_loss == loss
+
+    kind.run(run, 2)
 
 
 class Centres(UserModule):
@@ -1034,14 +1046,23 @@ PARITIES: dict[str, tuple[int, dict[str, Any]]] = {
     "1-32-true": (1, {"precision": "32-true", "accumulate": 3, "clip": 0.1, "tied": False, "meta": True}),
     "2-32-true": (2, {"precision": "32-true", "accumulate": 1, "clip": 0.1, "tied": True, "meta": False}),
     "3-32-true": (3, {"precision": "32-true", "accumulate": 3, "clip": None, "tied": True, "meta": True}),
-    "2-bf16-mixed": (2, {"precision": "bf16-mixed", "accumulate": 3, "clip": 0.1, "tied": True, "meta": False}),
-    "2-bf16-true": (2, {"precision": "bf16-true", "accumulate": 1, "clip": None, "tied": False, "meta": False}),
+    "2-bf16-mixed": (2, {"precision": "bf16-mixed", "accumulate": 1, "clip": 0.1, "tied": True, "meta": False}),
+    "2-bf16-true": (2, {"precision": "bf16-true", "accumulate": 3, "clip": None, "tied": False, "meta": False}),
 }
-FAST_PARITIES = [*((name, "2-bf16-mixed") for name in STRATEGIES), ("ddp", "2-bf16-true")]
+PARITY_CELLS = {f"{kind}-{name}": (STRATEGIES[kind], name) for kind in STRATEGIES for name in PARITIES}
+PARITY_MATRIX = Matrix(
+    "parity of strategies",
+    {
+        f"{kind}-{name}": {"strategy": kind, "ranks": PARITIES[name][0], **PARITIES[name][1]}
+        for kind in STRATEGIES
+        for name in PARITIES
+    },
+    fast=["fsdp2-2-bf16-mixed", "ddp-2-bf16-mixed"],
+)
 
 
 @pytest.mark.guarantees("float32-losses", "float32-gradients")
-@pairs("name", PARITIES, fast=FAST_PARITIES)
+@pytest.mark.parametrize(("kind", "name"), PARITY_MATRIX.list_parameters(PARITY_CELLS))
 def test_a_language_model_has_the_numbers_of_one_process(kind: Kind, name: str) -> None:
     world_size, options = PARITIES[name]
 
@@ -1051,16 +1072,24 @@ def test_a_language_model_has_the_numbers_of_one_process(kind: Kind, name: str) 
     kind.run(run, world_size)
 
 
-WINDOWS = [(2, 1, 0.5), (2, 3, None), (2, 3, 0.5)]
-WINDOWS += [(world_size, *window) for world_size in (1, 4) for _, *window in WINDOWS]
+WINDOWS = {
+    f"{kind}-{ranks}-{accumulate}-{clip}": {"strategy": kind, "ranks": ranks, "accumulate": accumulate, "clip": clip}
+    for kind, ranks, (accumulate, clip) in itertools.product(STRATEGIES, (1, 2, 4), ((1, 0.5), (3, None), (3, 0.5)))
+}
 """World sizes, micro-batches of a step, and bounds of clipping."""
-FAST_TWENTY = [("fsdp2", WINDOWS[1]), ("ddp", WINDOWS[1]), ("megatron_fsdp", WINDOWS[0])]
+WINDOW_MATRIX = Matrix(
+    "twenty steps of strategies",
+    WINDOWS,
+    fast=["fsdp2-2-1-0.5", "ddp-2-3-None"],
+    costs={name: cell["ranks"] * cell["accumulate"] for name, cell in WINDOWS.items()},
+)
 
 
 @pytest.mark.guarantees("float32-gradients")
-@pairs("window", WINDOWS, fast=FAST_TWENTY)
-def test_twenty_steps_with_groups_and_a_schedule(kind: Kind, window: tuple[int, int, float | None]) -> None:
-    world_size, accumulate, clip = window
+@pytest.mark.parametrize("cell", WINDOW_MATRIX.list_parameters({name: (cell,) for name, cell in WINDOWS.items()}))
+def test_twenty_steps_with_groups_and_a_schedule(cell: dict[str, Any]) -> None:
+    kind, world_size = STRATEGIES[cell["strategy"]], cell["ranks"]
+    accumulate, clip = cell["accumulate"], cell["clip"]
     batches = make_batches(20 * accumulate * world_size)
 
     def run() -> None:
@@ -1077,26 +1106,32 @@ def test_twenty_steps_with_groups_and_a_schedule(kind: Kind, window: tuple[int, 
 # ---------------------------------------------------------------------- checkpoints
 
 
-FAST_READERS = [("fsdp2", "ddp"), ("ddp", "ddp"), ("megatron_fsdp", "megatron_fsdp")]
+READERS = {
+    f"{writer}-{reader}-{form}": {"writer": writer, "reader": reader, "format": form}
+    for writer, reader, form in itertools.product(STRATEGIES, STRATEGIES, ("sharded", "full"))
+}
+READER_MATRIX = Matrix(
+    "checkpoints of strategies",
+    READERS,
+    fast=["fsdp2-ddp-sharded", "ddp-ddp-sharded", "megatron_fsdp-megatron_fsdp-sharded"],
+)
 
 
 @pytest.mark.guarantees("same-behaviour")
-@pytest.mark.parametrize("format_", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
-@pairs("reader", STRATEGIES, fast=FAST_READERS)
-def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(
-    kind: Kind, reader: str, format_: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("cell", READER_MATRIX.list_parameters({name: (cell,) for name, cell in READERS.items()}))
+def test_every_strategy_goes_on_from_a_checkpoint_of_every_strategy(cell: dict[str, Any], tmp_path: Path) -> None:
+    kind, reader = STRATEGIES[cell["writer"]], STRATEGIES[cell["reader"]]
     # every step reads the same, so that it does not matter where in an epoch a run goes on
     batches = 4 * make_batches(WORLD)
 
     def run() -> None:
-        checkpoint = CheckpointConfig(format=format_)
+        checkpoint = CheckpointConfig(format=cell["format"])
         trainer = kind.make_trainer(checkpoint=checkpoint)
         trainer.fit(Scheduled(), make_loader(batches))
         trainer.save_checkpoint(tmp_path / "half.ckpt")
         module, expected = Scheduled(), Scheduled()
-        with STRATEGIES[reader].context():
-            trainer = STRATEGIES[reader].make_trainer(max_steps=4)
+        with reader.context():
+            trainer = reader.make_trainer(max_steps=4)
             trainer.fit(module, make_loader(batches), ckpt_path=tmp_path / "half.ckpt")
             actual = whole(dict(module.named_parameters()))
         train_scheduled_alone(expected, batches, WORLD, None)

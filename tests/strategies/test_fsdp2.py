@@ -643,15 +643,12 @@ def test_training_through_another_method_names_the_remedy_which_works() -> None:
 # ---------------------------------------------------------------------- names and wrong options
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_metric_counts_each_batch_once(tp_size: int) -> None:
+def test_a_metric_counts_each_batch_of_tensor_parallel_ranks_once() -> None:
     def run() -> None:
         module = CountsSamples()
-        config = FSDP2Config(tp_plan={"blocks.*": "colwise_gather_output"}) if tp_size > 1 else None
-        trainer = make_trainer(FSDP2Strategy(tp_size=tp_size, config=config))
-        batches = make_batches(4)
-        loader = make_loader(batches) if tp_size == 1 else DataLoader(batches, batch_size=None)
-        trainer.validate(module, loader, verbose=False)
+        config = FSDP2Config(tp_plan={"blocks.*": "colwise_gather_output"})
+        trainer = make_trainer(FSDP2Strategy(tp_size=2, config=config))
+        trainer.validate(module, DataLoader(make_batches(4), batch_size=None), verbose=False)
         assert trainer.callback_metrics["batches"] == 4
 
     run_ranks(run, WORLD)

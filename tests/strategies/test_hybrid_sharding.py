@@ -15,7 +15,15 @@ from helpers.flags import UNITS
 from helpers.mesh_runs import check_parity
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.ranks import run_ranks
-from helpers.user_modules import ThrowsAway, assert_same_weights, make_batches, make_loader, make_trainer, train_alone
+from helpers.user_modules import (
+    Regressor,
+    ThrowsAway,
+    assert_same_weights,
+    make_batches,
+    make_loader,
+    make_trainer,
+    train_alone,
+)
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -32,7 +40,7 @@ from lightning_fsdp2 import (
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.sizes import DP_REPLICATE
 
-ACCUMULATE, STEPS = 3, 4
+ACCUMULATE, STEPS = 3, 2
 
 
 class Batches(pl.LightningDataModule):
@@ -74,7 +82,7 @@ def to_local(tensor: Tensor) -> Tensor:
     ("sizes", "flags"),
     [
         pytest.param({}, {}, id="hsdp2x2", marks=pytest.mark.slow),
-        pytest.param({"cp_size": 2}, {}, id="hsdp2xcp2"),
+        pytest.param({"cp_size": 2}, {}, id="hsdp2xcp2", marks=pytest.mark.slow),
         pytest.param({"tp_size": 2}, {}, id="hsdp2xtp2", marks=pytest.mark.slow),
         pytest.param({}, {"defer_fsdp_grad_sync": False}, id="hsdp2x2-not-deferred", marks=pytest.mark.slow),
     ],
@@ -94,9 +102,17 @@ def test_replicas_stay_equal_to_the_last_bit(sizes: dict[str, Any], flags: dict[
 
 
 @pytest.mark.guarantees("deferred-reduction", "replicas-average-once")
-@pytest.mark.slow
-@pytest.mark.parametrize("defers", [True, False])
-@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"tp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "defers"),
+    [
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (({"cp_size": 2}, True), ({"cp_size": 2}, False), ({"tp_size": 2}, True))
+        ),
+        pytest.param({"tp_size": 2}, False, marks=pytest.mark.release),
+    ],
+    ids=str,
+)
 def test_gradients_are_reduced_over_replicas_once_per_step(sizes: dict[str, int], defers: bool) -> None:
     def count(replicas: int) -> Counter[str]:
         config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), context_parallel_method="allgather")
@@ -139,15 +155,16 @@ def test_auto_makes_a_replica_per_node() -> None:
         )
         strategy = FSDP2Strategy(dp_replicate_size="auto")
         trainer = make_trainer(strategy, devices=2, num_nodes=2, limit_train_batches=0, max_epochs=1)
-        trainer.fit(CausalLM(config=LLAMA), Batches())
+        trainer.fit(Regressor(), Batches())
         return strategy.full_device_mesh.shape, get_mesh(strategy.full_device_mesh, DP_REPLICATE).mesh.tolist()
 
     assert run_ranks(run, 4) == [((2, 2, 1, 1), replicas) for replicas in ([0, 2], [1, 3], [0, 2], [1, 3])]
 
 
 @pytest.mark.guarantees("float32-losses", "float32-gradients", "several-families")
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "sequence_parallel", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.release)]
+)
 def test_replicas_of_context_and_tensor_parallel_shards_have_the_numbers_of_one_process(
     sequence_parallel: bool,
 ) -> None:

@@ -257,15 +257,3 @@ def test_a_second_trainer_with_other_stages_is_refused() -> None:
             fit(module, strategy=FSDP2Strategy(), steps=3)
 
     run_ranks(run, 2)
-
-
-@pytest.mark.slow
-def test_stages_that_read_different_batches_are_told() -> None:
-    def run() -> None:
-        trainer = make_trainer(FSDP2Strategy(pp_size=2), max_steps=1)
-        own = int(os.environ["RANK"])
-        batches = make_token_batches(2, size=4, length=LENGTH)[own : own + 1]
-        with pytest.raises(ValueError, match="ranks of one model replica read different first batches"):
-            trainer.fit(make_module(), datamodule=RankBatches(batches))
-
-    run_ranks(run, 2)

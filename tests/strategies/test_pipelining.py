@@ -42,8 +42,15 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 @pytest.mark.guarantees("no-stage-class", "losses-of-ones-own")
-@pytest.mark.parametrize("loss", [z_loss, pytest.param(own_loss, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sizes", [{"pp_size": 2}, pytest.param({"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("loss", "sizes"),
+    [
+        (z_loss, {"pp_size": 2}),
+        pytest.param(own_loss, {"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param(own_loss, {"pp_size": 2}, marks=pytest.mark.release),
+        pytest.param(z_loss, {"pp_size": 2, "tp_size": 2}, marks=pytest.mark.release),
+    ],
+)
 def test_losses_of_ones_own_train_as_in_one_process(loss: Callable[..., Any], sizes: dict[str, int]) -> None:
     def run() -> None:
         torch.manual_seed(1)
@@ -406,7 +413,7 @@ def test_stages_draw_the_same_masks_and_other_dropout() -> None:
         module = MasksTokens()
         trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=2, callbacks=[DrawsOnOneRank()])
         module.on_train_start = partial(record_dropout, module)  # type: ignore[method-assign]
-        trainer.fit(module, DataLoader(make_token_batches(2, size=4), batch_size=None))
+        trainer.fit(module, DataLoader(make_token_batches(2, size=2), batch_size=None))
         return module, whole_of_stages(dict(module.named_parameters()), trainer)
 
     def run() -> None:
@@ -414,13 +421,13 @@ def test_stages_draw_the_same_masks_and_other_dropout() -> None:
         masks: list[Any] = [None, None]
         torch.distributed.all_gather_object(masks, torch.stack(module.masks))
         assert torch.equal(masks[0], masks[1])
-        assert len({tuple(mask.flatten().tolist()) for mask in module.masks}) == len(module.masks) == 8
+        assert len({tuple(mask.flatten().tolist()) for mask in module.masks}) == len(module.masks) == 4
         dropped: list[Any] = [None, None]
         torch.distributed.all_gather_object(dropped, [drop for drop in module.dropped if drop.any()])
         first, second = dropped
-        assert len(first) == len(second) == 16  # two layers of a stage, eight micro-batches
+        assert len(first) == len(second) == 8  # two layers of a stage, four micro-batches
         patterns = {tuple(drop.flatten().tolist()) for drop in (*first, *second)}
-        assert len(patterns) == 32
+        assert len(patterns) == 16
         assert all(torch.equal(weight, same[name]) for name, weight in weights.items())
 
     run_ranks(run, 2)
@@ -476,31 +483,27 @@ def test_each_stage_runs_every_micro_batch_and_sends_only_hidden_states(
 
 
 @pytest.mark.guarantees("gathers-of-a-stage")
-@pytest.mark.parametrize("micro_batches", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "gathers", "reductions"),
+    ("flags", "micro_batches", "reductions"),
     [
-        ({}, 1, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (({"pp_schedule": "interleaved_1f1b"}, 1, 1), ({"defer_fsdp_grad_sync": False}, 1, None))
-        ),
+        ({}, 8, 1),
+        ({"pp_schedule": "interleaved_1f1b"}, 2, 1),
+        ({"defer_fsdp_grad_sync": False}, 8, 8),
     ],
     ids=str,
 )
-def test_units_gather_and_reduce_once_per_step(
-    flags: dict[str, Any], gathers: int, reductions: int | None, micro_batches: int
-) -> None:
+def test_units_gather_and_reduce_once_per_step(flags: dict[str, Any], micro_batches: int, reductions: int) -> None:
     """Whatever the number of micro-batches; without deferral, the gradients are reduced in each of them."""
 
     def run() -> None:
         config = FSDP2Config(**flags, pp_microbatches=micro_batches)
         counts = CountsStep(1)
-        trainer = make_trainer(FSDP2Strategy(pp_size=2, config=config), max_steps=3, callbacks=[counts])
-        trainer.fit(CausalLM(config=CONFIGS["llama"]), DataLoader(make_token_batches(3, size=8), batch_size=None))
+        trainer = make_trainer(FSDP2Strategy(pp_size=2, config=config), max_steps=2, callbacks=[counts])
+        trainer.fit(CausalLM(config=CONFIGS["llama"]), DataLoader(make_token_batches(2, size=8), batch_size=None))
         units = 2 + 1  # two layers, and the embedding or the norm with the head
-        assert counts.counter.collectives["all_gather"] == gathers * units
-        assert counts.counter.collectives["reduce_scatter"] == (reductions or micro_batches) * units
+        assert counts.counter.collectives["all_gather"] == units
+        assert counts.counter.collectives["reduce_scatter"] == reductions * units
 
     run_ranks(run, 4)
 
@@ -525,7 +528,7 @@ def test_callbacks_and_loggers_see_on_rank_0_what_the_last_stage_logs(tmp_path: 
             log_every_n_steps=1,
             enable_checkpointing=True,
         )
-        batches = make_token_batches(2, size=4)
+        batches = make_token_batches(1, size=4)
         trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))
         assert trainer.current_epoch == 2  # stopped, because the loss fell by less than the bound
         assert checkpoint.best_model_score is not None
@@ -727,18 +730,18 @@ def test_a_stage_that_trains_nothing_takes_part_in_norms_that_callbacks_compute(
 
 def test_a_resumed_run_keeps_its_number_of_micro_batches(tmp_path: Path) -> None:
     """The last batch of an epoch has one row; alone, it would be refused."""
-    batches = make_token_batches(3, size=4)
-    batches[2] = {name: tensor[:1] for name, tensor in batches[2].items()}
+    batches = make_token_batches(2, size=4)
+    batches[1] = {name: tensor[:1] for name, tensor in batches[1].items()}
 
     def run() -> None:
-        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=2)
+        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=1)
         trainer.fit(CausalLM(config=CONFIGS["llama"]), DataLoader(batches, batch_size=None))
-        trainer.save_checkpoint(tmp_path / "two.ckpt")
-        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=3)
-        loader = DataLoader(batches[2:], batch_size=None)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=2)
+        loader = DataLoader(batches[1:], batch_size=None)
         module = CausalLM(config=CONFIGS["llama"])
-        trainer.fit(module, loader, ckpt_path=tmp_path / "two.ckpt")
-        assert trainer.global_step == 3
+        trainer.fit(module, loader, ckpt_path=tmp_path / "one.ckpt")
+        assert trainer.global_step == 2
         assert trainer.strategy.resumption.micro_batches[:2] == (4, 4)
 
     run_ranks(run, 2)
@@ -764,6 +767,7 @@ class Gathers(Module):
         return loss
 
 
+@pytest.mark.slow
 def test_all_gather_in_a_step_is_over_the_ranks_of_the_stage() -> None:
     def run() -> None:
         trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=1)

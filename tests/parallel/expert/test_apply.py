@@ -1,7 +1,7 @@
 """Mixtures whose experts are distributed over ranks train as in one process, whatever computes the experts."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -37,21 +37,14 @@ IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 SAMPLE = {
     "ep2": "deepseek_v3",  # a bias of the router, a shared expert
-    "ep2 x efsdp2": "gpt_oss",  # biases of experts, transposed weights
-    "HSDP2 x ep2": "mixtral",
     "ep4": "nemotron_h",  # experts without gate
-    "dp2 x tp2 with ep4+sp, accumulate 2": "qwen3_moe",
-    "cp2 with ep2": "qwen3_moe",
 }
+"""A family for each of some layouts. `make parity` compares all families on all layouts."""
 
 
-FAST = ("ep2 x efsdp2", "dp2 x tp2 with ep4+sp, accumulate 2")
-
-
+@pytest.mark.slow
 @pytest.mark.guarantees("expert-parallel-families")
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=() if layout in FAST else pytest.mark.slow) for layout in SAMPLE]
-)
+@pytest.mark.parametrize("layout", SAMPLE)
 def test_a_family_trains_as_in_one_process(layout: str) -> None:
     assert measure_parity(SAMPLE[layout], layout) < 1e-5
 
@@ -102,27 +95,33 @@ def route_to_first_experts(model: Any) -> None:
 
 @pytest.mark.guarantees("own-expert-forward")
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_moe"])
-def test_every_implementation_of_experts_works(family: str, implementation: str) -> None:
-    run_ranks(lambda: compare_with_one_process(make_mixture(family, implementation), ep_size=2), 4)
+def test_every_implementation_of_experts_works(family: str) -> None:
+    def run() -> None:
+        for implementation in IMPLEMENTATIONS:
+            compare_with_one_process(make_mixture(family, implementation), ep_size=2)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.guarantees("no-tokens")
 @pytest.mark.parametrize(
-    ("sizes", "implementation"),
+    ("sizes", "implementations"),
     [
-        pytest.param(sizes, name, marks=() if (sizes, name) == ({"ep_size": 2}, "eager") else pytest.mark.slow)
-        for sizes in ({"ep_size": 2}, {"ep_size": 4}, {"ep_size": 2, "tp_size": 2})
-        for name in IMPLEMENTATIONS
+        ({"ep_size": 2}, ["eager"]),
+        *(
+            pytest.param(sizes, IMPLEMENTATIONS, marks=pytest.mark.slow)
+            for sizes in ({"ep_size": 2}, {"ep_size": 4}, {"ep_size": 2, "tp_size": 2})
+        ),
     ],
     ids=str,
 )
-def test_ranks_without_tokens_take_part(sizes: dict[str, int], implementation: str) -> None:
+def test_ranks_without_tokens_take_part(sizes: dict[str, int], implementations: Sequence[str]) -> None:
     def run() -> None:
-        model = make_mixture(implementation=implementation)
-        route_to_first_experts(model)
-        compare_with_one_process(model, **sizes)
+        for implementation in implementations:
+            model = make_mixture(implementation=implementation)
+            route_to_first_experts(model)
+            compare_with_one_process(model, **sizes)
 
     run_ranks(run, 4)
 
@@ -200,17 +199,17 @@ def test_routing_weights_keep_the_dtype_of_the_router(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (1, 1, 4)])
-def test_a_mesh_of_experts_from_elsewhere_has_the_gradients_of_one_process(shape: tuple[int, ...]) -> None:
+def test_a_mesh_of_experts_from_elsewhere_has_the_gradients_of_one_process() -> None:
     def run() -> None:
-        model = make_mixture()
-        reference, tokens = copy.deepcopy(model), make_tokens(model)
         config = FSDP2Config(mp_policy=MixedPrecisionPolicy())
-        moe_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "ep_shard", "ep"))
-        mesh = create_device_mesh(config, dp_replicate_size=shape[0])
-        sharded = FSDP2Manager(config, mesh, moe_mesh=moe_mesh).parallelize(model)
-        own = compute_gradients(sharded, tokens.chunk(4)[dist.get_rank()])
-        assert_equal_gradients(own, compute_gradients(reference, tokens))
+        for shape in ((1, 2, 2), (2, 1, 2), (1, 1, 4)):
+            model = make_mixture()
+            reference, tokens = copy.deepcopy(model), make_tokens(model)
+            moe_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "ep_shard", "ep"))
+            mesh = create_device_mesh(config, dp_replicate_size=shape[0])
+            sharded = FSDP2Manager(config, mesh, moe_mesh=moe_mesh).parallelize(model)
+            own = compute_gradients(sharded, tokens.chunk(4)[dist.get_rank()])
+            assert_equal_gradients(own, compute_gradients(reference, tokens))
 
     run_ranks(run, 4)
 
@@ -272,17 +271,19 @@ def count_step(
 
 
 @pytest.mark.guarantees("exchanges", "recomputed-exchanges")
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("checkpointing", "exchanges"),
+    ("checkpointing", "compiles", "exchanges"),
     [
-        (False, 1 + 4),
-        pytest.param("full", 1 + 6, marks=pytest.mark.slow),
-        pytest.param("selective", 1 + 4, marks=pytest.mark.slow),
+        (False, False, 1 + 4),
+        pytest.param("full", False, 1 + 6, marks=pytest.mark.slow),
+        pytest.param("selective", False, 1 + 4, marks=pytest.mark.slow),
+        pytest.param("full", True, 1 + 6, marks=pytest.mark.slow),
+        pytest.param("selective", True, 1 + 4, marks=pytest.mark.release),
+        pytest.param(False, True, 1 + 4, marks=pytest.mark.release),
     ],
 )
 def test_a_layer_exchanges_rows_twice_each_way_and_waits_once(
-    checkpointing: bool | str, exchanges: int, compiles: bool, compile_without_code: None
+    checkpointing: bool | str, compiles: bool, exchanges: int, compile_without_code: None
 ) -> None:
     count = partial(count_step, checkpointing, compiles=compiles)
     _, _, other_waits = run_ranks(lambda: count(ep_size=1), 2)[0]
@@ -337,9 +338,15 @@ def test_a_rank_holds_as_much_as_without_expert_parallelism() -> None:
 
 
 @pytest.mark.guarantees("compiled-experts")
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("implementation", "checkpointing"), [*((name, False) for name in IMPLEMENTATIONS), ("grouped_mm", "full")]
+    ("implementation", "checkpointing"),
+    [
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (("eager", False), ("grouped_mm", False), ("grouped_mm", "full"))
+        ),
+        pytest.param("batched_mm", False, marks=pytest.mark.release),
+    ],
 )
 def test_compiled_layers_exchange_tokens_outside_of_their_graphs(
     implementation: str, checkpointing: bool | str, compile_without_code: None
@@ -504,9 +511,8 @@ def test_experts_cannot_be_resharded_to_more_ranks_than_hold_them() -> None:
     run_ranks(run, 4)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) for name in vision_parity.EXPERT_LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(vision_parity.EXPERT_LAYOUTS))
 def test_a_norm_that_experts_share_has_the_gradient_of_all_their_tokens(layout: str) -> None:
     assert vision_parity.measure_vision_parity("muse_spark", layout) < 1e-5
 

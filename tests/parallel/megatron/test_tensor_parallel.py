@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.cover import Matrix
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_gradients, whole
 from helpers.strategies import STRATEGIES
@@ -44,9 +45,9 @@ from lightning_fsdp2.weights.materialize import materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 
 KIND = STRATEGIES["megatron_fsdp"]
-OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
-QWEN3 = {**LLAMA, "initializer_range": 0.2, "model_type": "qwen3", "head_dim": 8}
-ROUGH_LLAMA = {**LLAMA, "initializer_range": 0.2}
+OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, fused=True)
+ROUGH_LLAMA = {**LLAMA, "num_hidden_layers": 2, "initializer_range": 0.2}
+QWEN3 = {**ROUGH_LLAMA, "model_type": "qwen3", "head_dim": 8}
 
 
 class OwnColumns(ColwiseParallel):
@@ -82,14 +83,17 @@ def make_model(config: dict[str, Any]) -> Any:
 
 @pytest.mark.guarantees("plain-loops")
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "ranks"),
     [
-        FOREIGN_PLAN,
-        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (None, "hf", "torch's plan", TORCH_PLAN)),
+        pytest.param(FOREIGN_PLAN, 2, id="foreign-2"),
+        pytest.param(FOREIGN_PLAN, 4, id="foreign-4", marks=pytest.mark.slow),
+        pytest.param(TORCH_PLAN, 4, id="torch-4", marks=pytest.mark.slow),
+        pytest.param(None, 2, id="ours-2", marks=pytest.mark.slow),
+        pytest.param("hf", 2, id="hf-2", marks=pytest.mark.slow),
+        pytest.param("torch's plan", 2, id="translated-2", marks=pytest.mark.slow),
     ],
-    ids=["foreign", "ours", "hf", "translated", "torch"],
 )
-def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any) -> None:
+def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any, ranks: int) -> None:
     def run() -> None:
         model = make_model(ROUGH_LLAMA)
         reference = deepcopy(model)
@@ -100,7 +104,7 @@ def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any) -> None:
             model, mesh, optimizers[0], tp_shard_plan=own_plan, tp_mesh_name="tensor_parallel"
         )
         rank = mesh["dp_shard"].get_local_rank()
-        for batch in make_token_batches(3, ragged=False):
+        for batch in make_token_batches(ranks // 2, size=ranks // 2, ragged=False):
             ids = batch["input_ids"]
             loss = reference(input_ids=ids, labels=ids).loss
             loss.backward()
@@ -113,7 +117,7 @@ def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any) -> None:
         weights = whole(dict(model.named_parameters()))
         torch.testing.assert_close(weights, dict(reference.named_parameters()), rtol=0, atol=5e-5)
 
-    KIND.run(run, 4)
+    KIND.run(run, ranks)
 
 
 @pytest.mark.guarantees("double-buffer")
@@ -163,7 +167,7 @@ def test_modules_compute_with_raw_parameters_or_with_copies_but_not_with_views()
 
 
 @pytest.mark.guarantees("partial-gradients-are-summed-once")
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_partial_gradients_are_summed_by_one_all_reduce_per_step(accumulate: int) -> None:
     def run() -> None:
         model = make_model(QWEN3)
@@ -188,7 +192,8 @@ def test_partial_gradients_are_summed_by_one_all_reduce_per_step(accumulate: int
 
 
 @pytest.mark.guarantees("megatron-prefetching")
-@pytest.mark.parametrize("zero_dp_strategy", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_dp_strategy", [2, 3])
 def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead(zero_dp_strategy: int) -> None:
     def run() -> tuple[int, int, int]:
         config = MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy)
@@ -213,10 +218,18 @@ def test_all_gathers_have_a_group_of_their_own_and_go_one_unit_ahead(zero_dp_str
 
 # ---------------------------------------------------------------------- what ranks get by shards
 
-PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "hidden_size": 34, "head_dim": 8}
+PHI3 = {
+    **LLAMA,
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "hidden_size": 34,
+    "head_dim": 8,
+    "num_hidden_layers": 1,
+}
 
 
-@pytest.mark.parametrize("r", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("r", [1, 4])
 def test_packed_weights_whose_columns_the_ranks_do_not_divide_are_those_of_one_process(r: int, tmp_path: Path) -> None:
     """Weights with packed rows are sharded by columns. Of the 1 or 4 columns of an adapter, the last rank gets none."""
     base = make_model(PHI3)
@@ -243,6 +256,7 @@ def test_packed_weights_whose_columns_the_ranks_do_not_divide_are_those_of_one_p
 
 
 @pytest.mark.guarantees("nothing-is-converted")
+@pytest.mark.slow
 def test_a_save_and_a_load_gather_no_tensor(tmp_path: Path) -> None:
     def run() -> None:
         model = make_model(QWEN3)
@@ -296,12 +310,21 @@ def rename_all(module: Any, state: dict[str, Any], *args: Any) -> None:
 RENAMED = {"net": rename_attribute, "hf": exchange_projections}
 
 
+CELLS = {
+    "-".join(map(str, cell)): dict(zip(("attribute", "where", "tp_size"), cell, strict=True))
+    for cell in itertools.product(RENAMED, ("hook", "method", "before"), (1, 2))
+}
+MATRIX = Matrix(
+    "renamed weights under Megatron-FSDP",
+    CELLS,
+    fast=["net-hook-1", "hf-before-1"],
+    costs={name: cell["tp_size"] for name, cell in CELLS.items()},
+)
+
+
 @pytest.mark.parametrize(
     ("attribute", "where", "tp_size"),
-    [
-        pytest.param(*cell, marks=() if cell in (("net", "hook", 2), ("hf", "before", 2)) else pytest.mark.slow)
-        for cell in itertools.product(RENAMED, ("hook", "method", "before"), (1, 2))
-    ],
+    MATRIX.list_parameters({name: tuple(cell.values()) for name, cell in CELLS.items()}),
 )
 def test_weights_may_be_renamed(attribute: str, where: str, tp_size: int, tmp_path: Path) -> None:
     """Weights of unknown names have even shards, and those of equally large weights may have other rows."""
@@ -325,7 +348,7 @@ def test_weights_may_be_renamed(attribute: str, where: str, tp_size: int, tmp_pa
         for name, weight in whole(dict(saved.named_parameters())).items():
             assert torch.equal(actual[rename(name)], weight), name
 
-    KIND.run(run, 4)
+    KIND.run(run, 2 * tp_size)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +402,7 @@ def test_a_save_asks_for_the_space_of_one_copy(ranks: int, tmp_path: Path) -> No
 def test_parameters_without_elements_come_back(tp_size: int, tmp_path: Path) -> None:
     def make(seed: int) -> Any:
         torch.manual_seed(seed)
-        model = make_causal_lm(QWEN3)
+        model = make_causal_lm({**QWEN3, "num_hidden_layers": 1})
         for module in (model, model.model.layers[0]):
             module.register_parameter("nothing", nn.Parameter(torch.zeros(0, 4)))
         return model

@@ -22,9 +22,12 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.guarantees("plain-loops", "loops-of-stages")
-@pytest.mark.parametrize(("family", "schedule", "stages"), [("gpt2", "1f1b", 1), ("llama", "interleaved_1f1b", 2)])
-def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: int) -> None:
-    batches = make_token_batches(6, size=4)
+@pytest.mark.parametrize(
+    ("family", "schedule", "stages", "ranks"),
+    [("gpt2", "1f1b", 1, 2), pytest.param("llama", "interleaved_1f1b", 2, 4, marks=pytest.mark.slow)],
+)
+def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: int, ranks: int) -> None:
+    batches = make_token_batches(4, size=4)
 
     def run() -> None:
         torch.manual_seed(1)
@@ -58,7 +61,7 @@ def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: 
         for name, weight in alone.named_parameters():
             torch.testing.assert_close(weights[name], weight.detach(), rtol=0, atol=5e-5, msg=name)
 
-    run_ranks(run, 4)
+    run_ranks(run, ranks)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

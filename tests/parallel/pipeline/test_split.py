@@ -103,7 +103,7 @@ def test_stages_equal_the_whole_model(family: str) -> None:
     check_family(family)
 
 
-@pytest.mark.slow
+@pytest.mark.release  # `make parity` trains them all on stages
 @pytest.mark.parametrize("family", get_families())
 def test_stages_of_every_family_equal_the_whole_model(family: str) -> None:
     check_family(family)

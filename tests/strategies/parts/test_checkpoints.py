@@ -338,8 +338,8 @@ def test_optimizers_that_are_stepped_by_hand_wait_for_the_copies(monkeypatch: py
     [
         (True, "link"),
         pytest.param(False, True, marks=pytest.mark.slow),
-        pytest.param(False, "link", marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, "link", marks=pytest.mark.release),
+        pytest.param(True, True, marks=pytest.mark.release),
     ],
 )
 def test_model_checkpoint_keeps_the_best_and_the_last(is_async: bool, save_last: Any, tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(is_async: bool, save_last:
         return callback, make_trainer(checkpoint=config, enable_checkpointing=True, callbacks=[callback], **options)
 
     def run() -> None:
-        callback, trainer = make(max_steps=6)
+        callback, trainer = make(max_steps=3)
         module = fit(trainer)
         best = {Path(path).name for path in callback.best_k_models}
         assert len(best) == 2
@@ -361,10 +361,9 @@ def test_model_checkpoint_keeps_the_best_and_the_last(is_async: bool, save_last:
         for path in tmp_path.iterdir():
             verify_checkpoint(path)
         trainer.test(module, make_loader(), ckpt_path="best", verbose=False)
-        _, longer = make(max_steps=8)
+        _, longer = make(max_steps=4)
         resumed = fit(longer, ckpt_path="last")
-        _, whole_run = make(max_steps=8)
-        expected = whole(fit(whole_run).state_dict())
+        expected = whole(fit(make_trainer(max_steps=4)).state_dict())
         assert all(value.equal(expected[name]) for name, value in whole(resumed.state_dict()).items())
 
     run_ranks(run, WORLD)
@@ -386,27 +385,38 @@ class Validated(Regressor):
         self.log("validation", self.net(batch).mean(), sync_dist=True)
 
 
-def test_model_checkpoint_does_not_save_amid_accumulation(tmp_path: Path) -> None:
-    def save(folder: str, ckpt_path: Path | None = None, **options: Any) -> list[tuple[int, int]]:
-        saved_at = SavedAt()
-        saver = ModelCheckpoint(tmp_path / folder, "{step}", save_top_k=-1, monitor="step", mode="max", **options)
-        trainer = make_trainer(
-            max_steps=8,
-            accumulate_grad_batches=2,
-            enable_checkpointing=True,
-            callbacks=[saved_at, saver],
-            check_val_every_n_epoch=None,
-            val_check_interval=12,  # micro-batches, of which an epoch has 8
-        )
-        trainer.fit(Validated(), make_loader(), make_loader(), ckpt_path=ckpt_path)
-        return saved_at.places
+def save_during_accumulation(
+    folder: Path, ckpt_path: Path | None = None, max_steps: int = 7, **options: Any
+) -> list[tuple[int, int]]:
+    saved_at = SavedAt()
+    saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, monitor="step", mode="max", **options)
+    trainer = make_trainer(
+        max_steps=max_steps,
+        accumulate_grad_batches=2,
+        enable_checkpointing=True,
+        callbacks=[saved_at, saver],
+        check_val_every_n_epoch=None,
+        val_check_interval=12,  # micro-batches, of which an epoch has 8
+    )
+    trainer.fit(Validated(), make_loader(), make_loader(), ckpt_path=ckpt_path)
+    return saved_at.places
 
+
+def test_model_checkpoint_does_not_save_amid_accumulation(tmp_path: Path) -> None:
     def run() -> None:
+        save = partial(save_during_accumulation, every_n_train_steps=2)
         # the save behind step 4, the end of an epoch, is put off by Lightning until the validation behind step 6
-        assert save("steps", every_n_train_steps=2) == [(2, 0), (6, 0)]
+        assert save(tmp_path / "whole") == [(2, 0), (6, 0)]
         # step 2 has been saved by the run before
-        assert save("resumed", tmp_path / "steps" / "step=2.ckpt", every_n_train_steps=2) == [(6, 0)]
-        assert save("time", train_time_interval=timedelta(0)) == [(step, 0) for step in (1, 2, 3, 5, 6, 7)]
+        assert save(tmp_path / "resumed", tmp_path / "whole" / "step=2.ckpt") == [(6, 0)]
+
+    run_ranks(run, WORLD)
+
+
+def test_saves_by_time_are_not_amid_accumulation(tmp_path: Path) -> None:
+    def run() -> None:
+        places = save_during_accumulation(tmp_path, max_steps=6, train_time_interval=timedelta(0))
+        assert places == [(step, 0) for step in (1, 2, 3, 5, 6)]
 
     run_ranks(run, WORLD)
 
