@@ -5,14 +5,13 @@ Trainer; here the files and the model differ.
 """
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.memory import get_peak_memory, reset_peak_memory
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.oracle import make_config, whole
 from helpers.ranks import RankError, run_ranks
@@ -23,7 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from lightning_fsdp2 import create_device_mesh, save_checkpoint
+from lightning_fsdp2 import create_device_mesh, export_hf, save_checkpoint
+from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
 from lightning_fsdp2.weights import adapters
 from lightning_fsdp2.weights.pretrained import get_weight_files, load_pretrained, set_pretrained
@@ -432,70 +432,51 @@ def test_a_checkpoint_or_a_file_is_no_directory_of_a_model(folder: Path, tmp_pat
 
 # ---------------------------------------------------------------------- memory
 
-_MEASURE = """
-import sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from lightning_fsdp2 import create_device_mesh, export_hf, save_checkpoint
-from lightning_fsdp2.models import from_pretrained
-from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
-
-def get_peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-def reset_peak():
-    Path("/proc/self/clear_refs").write_text("5")
-    return get_peak()
-
-folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-mesh = create_device_mesh(device_type="cpu", tp_size=int(sys.argv[3]))
-model = from_pretrained(folder, dtype=dtype)
-baseline = reset_peak()
-fsdp2_strategy_parallelize(model, mesh)
-loading = get_peak() - baseline
-shards = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
-largest = max(p.numel() * p.element_size() for p in model.parameters())
-baseline = reset_peak()
-export_hf(model, folder + "-live", max_shard_size="200MB")
-writing = get_peak() - baseline
-save_checkpoint(folder + ".ckpt", model)
-del model
-baseline = reset_peak()
-export_hf(folder + ".ckpt", folder + "-offline", max_shard_size="200MB")
-sys.stdout.write(f"measured {shards} {largest} {loading} {writing} {get_peak() - baseline}\\n")
-dist.destroy_process_group()
-"""
-
 _MEGABYTE = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 1.6 GB in float32."""
+    path = tmp_path_factory.mktemp("large") / "model"
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5, "vocab_size": 16384}
+    config = make_config({**LLAMA, **sizes, "num_attention_heads": 16, "num_key_value_heads": 16})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu").save_pretrained(path, max_shard_size="500MB")
+    return path
 
 
 @pytest.mark.guarantees("no-whole-model", "pretrained-slices", "one-file-at-a-time")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tp_size"),
-    [("float32", 1), ("bfloat16", 1), ("float32", 2)],
+    [(torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 2)],
     ids=["dp2", "dp2-cast", "tp2"],
 )
-def test_memory_of_reading_and_writing_shards(dtype: str, tp_size: int, tmp_path: Path) -> None:
-    """1.6 GB in float32, of which no rank ever holds more than its shards and the tensor or file in work."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5, "vocab_size": 16384}
-    config = make_config({**LLAMA, **sizes, "num_attention_heads": 16, "num_key_value_heads": 16})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.to_empty(device="cpu").save_pretrained(tmp_path / "model", max_shard_size="500MB")
-    del model
-    script = tmp_path / "measure.py"
-    script.write_text(_MEASURE)
-    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = subprocess.run(
-        [*launcher, script, tmp_path / "model", dtype, str(tp_size)], capture_output=True, text=True, timeout=280
-    )
-    measured = [line.split()[1:] for line in output.stdout.splitlines() if line.startswith("measured")]
-    assert len(measured) == 2, output.stderr[-4000:]
-    for shards, largest, loading, writing, converting in (map(int, numbers) for numbers in measured):
+def test_memory_of_reading_and_writing_shards(
+    dtype: torch.dtype, tp_size: int, large_folder: Path, tmp_path: Path
+) -> None:
+    """No rank ever holds more than its shards and the tensor or file in work."""
+
+    def measure() -> tuple[int, ...]:
+        mesh = create_device_mesh(device_type="cpu", tp_size=tp_size)
+        model = from_pretrained(large_folder, dtype=dtype)
+        baseline = reset_peak_memory()
+        fsdp2_strategy_parallelize(model, mesh)
+        loading = get_peak_memory() - baseline
+        shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        largest = max(parameter.nbytes for parameter in model.parameters())
+        baseline = reset_peak_memory()
+        export_hf(model, tmp_path / "live", max_shard_size="200MB")
+        writing = get_peak_memory() - baseline
+        save_checkpoint(tmp_path / "run.ckpt", model)
+        del model
+        baseline = reset_peak_memory()
+        export_hf(tmp_path / "run.ckpt", tmp_path / "offline", max_shard_size="200MB")
+        return shards, largest, loading, writing, get_peak_memory() - baseline
+
+    for shards, largest, loading, writing, converting in run_ranks(measure, 2):
         assert shards > 300 * _MEGABYTE
         # 500 MB would do, but not tell a half from a whole in bfloat16
         assert loading <= shards + largest + 200 * _MEGABYTE, f"{loading / _MEGABYTE} MB"

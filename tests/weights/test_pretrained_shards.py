@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.cover import Matrix
 from helpers.families import get_all_families, make_family_config
+from helpers.memory import get_peak_memory, reset_peak_memory
 from helpers.models import LLAMA
 from helpers.oracle import make_config
 from helpers.pretrained_kinds import get_kind
@@ -164,18 +165,12 @@ def test_memory_of_reading_whole(tmp_path: Path) -> None:
         converter = WeightConverter("mlp.gate_up_proj.weight", names, [Interleave(dim=0), Chunk(dim=0)])
         register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
         model = from_pretrained(tmp_path)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
-        baseline = get_peak_memory()
+        baseline = reset_peak_memory()
         shards = sum(parameter.to_local().nbytes for parameter in shard(model).parameters())
         return shards, get_peak_memory() - baseline
 
     for shards, peak in run_ranks(measure, 2):
         assert peak <= shards + 2 * whole + 100_000_000, f"{peak / 1e6} MB, of which {shards / 1e6} are shards"
-
-
-def get_peak_memory() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def test_what_cannot_be_converted_is_named_once_with_the_reason(tmp_path: Path) -> None:
