@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.planning import LENGTH, LLAMA
+from jsonargparse import set_parsing_settings
 
 from lightning_fsdp2.cli import FSDP2CLI
 from lightning_fsdp2.plan import Plan
@@ -41,12 +43,20 @@ def write_yaml(folder: Path, **data: Any) -> str:
     return f"--config={path}"
 
 
+@pytest.fixture(autouse=True)
+def _parsed_as_by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the docstrings of fields, which take long."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=False)
+    monkeypatch.setattr(sys, "argv", ["lightning-fsdp2"])
+
+
 def run(*args: str) -> str:
     with redirect_stdout(io.StringIO()) as output:
         FSDP2CLI(["plan", *args])
     return output.getvalue()
 
 
+@pytest.mark.slow
 def test_a_plan_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path: Path) -> None:
     output, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     printed = run(write_yaml(tmp_path), "--world-size=16", f"--json={output}", f"--plot={picture}")
@@ -69,12 +79,15 @@ def test_a_plan_needs_neither_the_devices_nor_the_data_of_a_run(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_with_what_would_help(tmp_path: Path) -> None:
-    printed = run(write_yaml(tmp_path), "--world_size=8", "--memory=0.04", "--device=a100")
+    alone = ["--trainer.strategy.tp_size=1", "--trainer.strategy.config.sequence_parallel=false"]
+    config = write_yaml(tmp_path, global_batch_size=2)
+    printed = run(config, "--world_size=1", "--memory=0.04", "--device=a100", *alone)
     assert "does not fit by" in printed
     assert "of the 41.0 MiB of A100" in printed
     assert "What would help most" in printed
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_before_changes_are_planned_which_are_printed_as_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +131,7 @@ def test_where_nothing_helps_the_plan_says_so() -> None:
     assert text.getvalue() == "\nNone of the changes that were tried saves memory.\n"
 
 
+@pytest.mark.slow
 def test_a_search_that_finds_nothing_faster_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(run: Any, layouts: list[Any], **options: Any) -> Any:
         empty = Summary([], {"forward": 0}, Reserved(0, 0))
@@ -132,10 +146,12 @@ def test_a_search_that_finds_nothing_faster_says_so(tmp_path: Path, monkeypatch:
 
 
 def test_numbers_alone(tmp_path: Path) -> None:
-    plain = json.loads(run(write_yaml(tmp_path), "--ranks=[7]", "--json=-"))
+    small = ["--model.config.num_hidden_layers=1", "--trainer.strategy=lightning_fsdp2.DDPStrategy"]
+    plain = json.loads(run(write_yaml(tmp_path), *small, "--ranks=[7]", "--json=-"))
     assert [rank["rank"] for rank in plain["ranks"]] == [7]
 
 
+@pytest.mark.slow
 def test_nodes_are_those_of_the_config_and_what_is_left_out_is_said(tmp_path: Path) -> None:
     strategy = ["--trainer.strategy.init_args.tp_size=1", "--trainer.strategy.init_args.dp_replicate_size=auto"]
     callback = ["--trainer.callbacks=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"]
@@ -148,15 +164,15 @@ def test_nodes_are_those_of_the_config_and_what_is_left_out_is_said(tmp_path: Pa
 @pytest.mark.guarantees("searches")
 @pytest.mark.slow
 def test_the_layout_that_is_found_is_what_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = write_yaml(tmp_path)
+    config = write_yaml(tmp_path, global_batch_size=4)
     monkeypatch.chdir(tmp_path)
-    options = ["--world_size=8", "--devices_per_node=4", "--memory=2.5", "--cache_dir=cache"]
+    options = ["--world_size=2", "--devices_per_node=2", "--memory=2.5", "--cache_dir=cache"]
     printed = run(config, *options, "--search=best.yaml", "--json=found.json")
     assert max(map(len, printed.splitlines())) <= 100
     assert "best.yaml has the first of them: fit --config RUN.yaml --config best.yaml" in printed
     planned = json.loads(run(config, "--config=best.yaml", *options, "--json=-"))
     assert planned == json.loads(Path("found.json").read_text())
-    assert planned["batch"]["samples"] == 16
+    assert planned["batch"]["samples"] == 4
 
 
 @pytest.mark.parametrize(

@@ -48,26 +48,32 @@ def usual() -> Plan:
     return plan()
 
 
-def test_a_plan_says_what_is_run_and_what_it_takes() -> None:
-    planned = plan(FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True)), device="h100")
-    assert planned.model == "CausalLM (LlamaForCausalLM)"
-    assert planned.mesh == {"dp_replicate": 1, "dp_shard": 2, "context_parallel": 1, "tensor_parallel": 2}
-    assert (planned.world_size, planned.nodes) == (4, 1)
-    assert planned.batch.shapes == {"input_ids": (BATCH, LENGTH), "labels": (BATCH, LENGTH)}
-    assert (planned.batch.samples, planned.batch.tokens) == (2 * BATCH, 2 * BATCH * LENGTH)
-    assert sum(group["parameters"] for group in planned.placements) == planned.parameters
-    assert [rank.rank for rank in planned.ranks] == [0]  # all hold as much
-    assert planned.verdict == "fits"
-    assert planned.changes == []
-    assert 0 < planned.at_least < planned.estimate
-    assert planned.peak_bytes < planned.reserved.least < planned.reserved.most
-    used = planned.get_utilisation(planned.at_least)
+def test_a_plan_says_what_is_run_and_what_it_takes(usual: Plan) -> None:
+    assert usual.model == "CausalLM (LlamaForCausalLM)"
+    assert usual.mesh == {"dp_replicate": 1, "dp_shard": 4, "context_parallel": 1, "tensor_parallel": 1}
+    assert (usual.world_size, usual.nodes) == (4, 1)
+    assert usual.batch.shapes == {"input_ids": (BATCH, LENGTH), "labels": (BATCH, LENGTH)}
+    assert (usual.batch.samples, usual.batch.tokens) == (4 * BATCH, 4 * BATCH * LENGTH)
+    assert sum(group["parameters"] for group in usual.placements) == usual.parameters
+    assert [rank.rank for rank in usual.ranks] == [0]  # all hold as much
+    assert usual.verdict == "fits"
+    assert usual.changes == []
+    assert 0 < usual.at_least < usual.estimate
+    assert usual.peak_bytes < usual.reserved.least < usual.reserved.most
+    used = usual.get_utilisation(usual.at_least)
     assert used is not None
     assert 0 < used < 1
+    timeline = usual.ranks[0].timeline
+    assert max(sum(moment.bytes.values()) for moment in timeline) == usual.peak_bytes
+
+
+@pytest.mark.slow
+def test_traffic_is_told_by_the_axis_of_the_mesh() -> None:
+    planned = plan(FSDP2Strategy(tp_size=2, config=FSDP2Config(sequence_parallel=True)))
+    assert planned.mesh == {"dp_replicate": 1, "dp_shard": 2, "context_parallel": 1, "tensor_parallel": 2}
+    assert (planned.batch.samples, planned.batch.tokens) == (2 * BATCH, 2 * BATCH * LENGTH)
     axes = {(entry.kind, entry.axis) for entry in planned.ranks[0].traffic}
     assert {("all-gather", "dp_shard"), ("reduce-scatter", "tensor_parallel")} <= axes
-    timeline = planned.ranks[0].timeline
-    assert max(sum(moment.bytes.values()) for moment in timeline) == planned.peak_bytes
 
 
 def test_described_it_is_the_tables_of_the_command(usual: Plan) -> None:
@@ -83,6 +89,7 @@ def test_it_is_plain_values_for_json(usual: Plan) -> None:
     assert plain["world_size"] == 4
 
 
+@pytest.mark.slow
 def test_the_users_own_trainer_and_module_stay_as_they_are() -> None:
     trainer, module = make_trainer(FSDP2Strategy(), accumulate_grad_batches=2), make_module()
     first = plan_run(trainer, module, make_batch(), world_size=2)
@@ -101,6 +108,7 @@ def test_ranks_that_are_asked_for() -> None:
 # ---------------------------------------------------------------------- float8
 
 
+@pytest.mark.slow
 def test_a_plan_says_whether_float8_pays() -> None:
     """At these sizes it does not: casts take longer than the products of small matrices."""
     config = FSDP2Config(float8=True)
@@ -151,14 +159,15 @@ def test_this_machine_need_not_multiply_in_float8(monkeypatch: pytest.MonkeyPatc
 
 # ---------------------------------------------------------------------- pipelines
 
-PIPELINE_LAYERS = 8
+STAGES = 4
 
 
-def plan_pipeline(rows: int = 16, *, pp_size: int = 4, ranks: list[int] | None = None, **flags: Any) -> Plan:
-    flags = {"pp_layers_per_stage": [PIPELINE_LAYERS // pp_size] * pp_size, **flags}
-    strategy = FSDP2Strategy(pp_size=pp_size, config=FSDP2Config(**flags))
-    module = make_module(layers=PIPELINE_LAYERS)
-    return plan(strategy, make_batch(rows), module=module, world_size=2 * pp_size, ranks=ranks, suggest=False)
+def plan_pipeline(*, layers: int = STAGES, ranks: list[int] | None = None, **flags: Any) -> Plan:
+    stages = STAGES * flags.get("pp_stages_per_rank", 1)
+    flags = {"pp_layers_per_stage": [layers // stages] * stages, **flags}
+    strategy = FSDP2Strategy(pp_size=STAGES, config=FSDP2Config(**flags))
+    module = make_module(layers=layers)
+    return plan(strategy, make_batch(16), module=module, world_size=2 * STAGES, ranks=ranks, suggest=False)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +176,7 @@ def pipeline() -> Plan:
     return plan_pipeline()
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_planned_by_the_stages_that_differ(pipeline: Plan) -> None:
     assert pipeline.world_size == 8
     assert [rank.rank for rank in pipeline.ranks] == [0, 2, 6]  # the first ranks of stages 0, 1 and 3
@@ -175,11 +185,12 @@ def test_a_pipeline_is_planned_by_the_stages_that_differ(pipeline: Plan) -> None
     assert pipeline.pipeline.in_flight == [4, 3, 2, 1]
     assert pipeline.pipeline.bubble == pytest.approx(3 / (8 + 3))
     # the whole model counts, not only the first stage
-    whole = make_causal_lm({**LLAMA, "num_hidden_layers": PIPELINE_LAYERS})
+    whole = make_causal_lm({**LLAMA, "num_hidden_layers": STAGES})
     assert pipeline.parameters == pipeline.trained_parameters == sum(p.numel() for p in whole.parameters())
     assert pipeline.model_flops == get_flops_per_token(whole, LENGTH) * LENGTH * 2 * 16
 
 
+@pytest.mark.slow
 def test_each_boundary_is_crossed_once_per_micro_batch_and_direction(pipeline: Plan) -> None:
     activation = 2 * 2 * LENGTH * WIDTH  # of two rows, in bfloat16
     for rank, neighbours in zip(pipeline.ranks, (1, 2, 1), strict=True):
@@ -193,6 +204,7 @@ def test_each_boundary_is_crossed_once_per_micro_batch_and_direction(pipeline: P
     assert first["logits and loss"] == middle["logits and loss"] == 0 < last["logits and loss"]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_pipeline_wait_and_a_step_lasts_equally_long_for_all(pipeline: Plan) -> None:
     # the last rank, with the head and the loss, is the slowest one
     assert min(pipeline.ranks, key=lambda rank: rank.reached.waiting).rank == 6
@@ -202,6 +214,7 @@ def test_ranks_of_a_pipeline_wait_and_a_step_lasts_equally_long_for_all(pipeline
     assert pipeline.estimate > busy[-1] + waiting[-1]  # and the optimizer
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_told_in_the_tables(pipeline: Plan) -> None:
     text = describe(pipeline)
     assert max(map(len, text.splitlines())) <= 100
@@ -223,16 +236,23 @@ def test_of_a_pipeline_any_rank_can_be_planned(pipeline: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "flags"),
-    [("gpipe", {}), ("interleaved_1f1b", {"pp_stages_per_rank": 2, "pp_layers_per_stage": [1] * PIPELINE_LAYERS})],
-)
-def test_other_schedules_keep_more_activations(schedule: Any, flags: dict[str, Any], pipeline: Plan) -> None:
-    other = plan_pipeline(pp_schedule=schedule, pp_microbatches=8, **flags)
+def test_gpipe_keeps_more_activations(pipeline: Plan) -> None:
+    other = plan_pipeline(pp_schedule="gpipe", pp_microbatches=8)
     assert other.ranks[0].peak["activations"] > 1.2 * pipeline.ranks[0].peak["activations"]
     assert other.pipeline is not None
-    assert other.pipeline.bubble == pytest.approx(3 / ((1 if schedule == "gpipe" else 2) * 8 + 3))
+    assert other.pipeline.bubble == pytest.approx(3 / (8 + 3))
     assert [rank.rank for rank in other.ranks] == [0, 2, 6]
+
+
+@pytest.mark.slow
+def test_interleaved_stages_keep_more_activations() -> None:
+    usual = plan_pipeline(layers=2 * STAGES, ranks=[0])
+    other = plan_pipeline(
+        layers=2 * STAGES, ranks=[0], pp_schedule="interleaved_1f1b", pp_stages_per_rank=2, pp_microbatches=8
+    )
+    assert other.ranks[0].peak["activations"] > 1.2 * usual.ranks[0].peak["activations"]
+    assert other.pipeline is not None
+    assert other.pipeline.bubble == pytest.approx(3 / (2 * 8 + 3))
 
 
 # ---------------------------------------------------------------------- batches
@@ -265,6 +285,7 @@ def test_documents_that_are_kept_apart_take_memory_for_their_masks() -> None:
     assert apart.peak_bytes - together.peak_bytes >= BATCH * LENGTH * LENGTH  # a mask of bools
 
 
+@pytest.mark.slow
 def test_documents_and_windows_under_context_parallelism_cost_what_is_seen() -> None:
     def count(positions: torch.Tensor | None) -> int:
         batch = make_batch()
@@ -389,6 +410,7 @@ def test_the_products_of_experts_count() -> None:
 
 
 @pytest.mark.guarantees("uneven-routing")
+@pytest.mark.slow
 def test_a_rank_whose_experts_get_more_tokens_keeps_more_for_backward(usual: Plan) -> None:
     planned = plan(FSDP2Strategy(ep_size=4), make_batch(1, 256), module=CausalLM(config=MIXTRAL))
     assert planned.uneven is not None
@@ -440,8 +462,7 @@ def test_what_is_allocated_and_what_is_held_decide(usual: Plan) -> None:
 
 @pytest.mark.guarantees("verdicts")
 def test_each_verdict_is_said_with_what_is_missing(usual: Plan) -> None:
-    device = replace(get_device("h100"), memory=usual.peak_bytes + 2**20)
-    text = describe(plan(device=device, suggest=False))
+    text = describe(with_memory(usual, usual.peak_bytes + 2**20))
     assert "\ntight: " in text
     assert max(map(len, text.splitlines())) <= 100
     assert "\ndoes not fit by 1.0 MiB: " in describe(with_memory(usual, usual.peak_bytes - 2**20))

@@ -1,6 +1,7 @@
 """A search drops what breaks a rule or does not fit, and its winner trains as it says."""
 
 import io
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,12 @@ MEMORY = 2.1
 """GiB, of which what CUDA and NCCL take leaves some layouts of the small model too little."""
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was simulated for one test serves the others."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def run_search(strategy: Any = None, **options: Any) -> SearchResult:
     data = TextDataModule(dataset="nowhere", sequence_length=LENGTH, batch_size=BATCH, global_batch_size=8)
     trainer = make_trainer(strategy or FSDP2Strategy())
@@ -34,8 +41,8 @@ def run_search(strategy: Any = None, **options: Any) -> SearchResult:
 
 @pytest.mark.guarantees("searches")
 @pytest.mark.slow
-def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
-    result = run_search(memory=MEMORY, cache_dir=tmp_path)
+def test_the_best_is_the_fastest_that_fits(cache: Path, tmp_path: Path) -> None:
+    result = run_search(memory=MEMORY, cache_dir=cache)
     found = result.search
     assert found.best
     assert result.plan is not None
@@ -48,11 +55,12 @@ def test_the_best_is_the_fastest_that_fits(tmp_path: Path) -> None:
     assert all(candidate.knobs.samples == 8 for candidate in found.best)
     assert {candidate.knobs.tp for candidate in found.best} <= {1, 2}  # within a node
     assert len(result.configs) == len(found.best)
-    again = run_search(memory=MEMORY, cache_dir=tmp_path, seconds=0)
+    again = run_search(memory=MEMORY, cache_dir=cache, seconds=0)
     assert again.search == found  # nothing was simulated again
-    for damaged in tmp_path.iterdir():
-        damaged.write_bytes(b"")
-    assert run_search(memory=MEMORY, cache_dir=tmp_path, seconds=0).search.left_out > 0
+    damaged = shutil.copytree(cache, tmp_path / "damaged")
+    for file in damaged.iterdir():
+        file.write_bytes(b"")
+    assert run_search(memory=MEMORY, cache_dir=damaged, seconds=0).search.left_out > 0
 
 
 def test_pipelines_are_tried_across_nodes_with_enough_micro_batches() -> None:
@@ -118,10 +126,10 @@ def test_ended_early_a_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_where_none_fits_for_sure_the_tight_ones_are_told() -> None:
-    least = run_search(memory=0.001).search.closest
+def test_where_none_fits_for_sure_the_tight_ones_are_told(cache: Path) -> None:
+    least = run_search(memory=0.001, cache_dir=cache).search.closest
     assert least is not None
-    result = run_search(memory=least.peak_bytes / 2**30)
+    result = run_search(memory=least.peak_bytes / 2**30, cache_dir=cache)
     assert result.plan is not None
     assert {candidate.verdict for candidate in result.search.best} == {result.plan.verdict} == {"tight"}
     text = io.StringIO()
@@ -146,8 +154,8 @@ def test_few_micro_batches_tell_the_memory_of_many(schedule: Any, stages_per_ran
 
 
 @pytest.mark.slow
-def test_what_needs_least_is_told_where_nothing_fits() -> None:
-    result = run_search(memory=0.001)
+def test_what_needs_least_is_told_where_nothing_fits(cache: Path) -> None:
+    result = run_search(memory=0.001, cache_dir=cache)
     assert result.plan is None
     assert result.search.closest is not None
     assert result.search.closest.peak_bytes > 0.001 * 2**30

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.cover import Matrix
 from helpers.planning import Call, make_batch, make_module, make_trainer, train_ranks
 from helpers.ranks import run_ranks
 
@@ -26,6 +27,17 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
     "pp 2 x tp 2, SP": (4, lambda: FSDP2Strategy(pp_size=2, tp_size=2, config=SEQUENCE_PARALLEL), {}),
     "pp 4": (4, lambda: FSDP2Strategy(pp_size=4), {}),
 }
+TRAINED = Matrix(
+    "simulated stages beside real ones",
+    {
+        "pp 2": {"pp": 2},
+        "pp 2, GPipe": {"pp": 2, "schedule": "gpipe"},
+        "pp 2, interleaved": {"pp": 2, "schedule": "interleaved_1f1b"},
+        "pp 2 x dp 2": {"pp": 2, "dp": 2, "accumulation": 2},
+        "pp 2 x tp 2, SP": {"pp": 2, "tp": 2, "recomputation": "full"},
+        "pp 4": {"pp": 4, "schedule": "1f1b"},
+    },
+)
 
 
 def plan_stages(ranks: int, strategy: Any, **options: Any) -> list[tuple[RankPlan, list[Call], Simulation]]:
@@ -55,8 +67,7 @@ def leave_out_numbers(calls: list[Call]) -> list[Call]:
 
 
 @pytest.mark.guarantees("simulated-stages")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TRAINED.mark(name)) for name in CASES])
 def test_a_simulated_stage_is_that_of_processes_that_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def send_and_wait(self: Transfers, *args: Any, **options: Any) -> None:
         send(self, *args, **options)

@@ -1,11 +1,13 @@
 """A simulated step is the step of processes that really train: the same collectives, and as much memory."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.cover import Matrix
 from helpers.float8 import RECIPES
 from helpers.planning import (
     BATCH,
@@ -71,7 +73,28 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
     "2 replicas x 2 shards": (4, lambda: FSDP2Strategy(dp_replicate_size=2), {}),
     "dp 4": (4, FSDP2Strategy, {"accumulate_grad_batches": 2}),
 }
-SAMPLE = ("DDP",)
+
+
+def list_features(name: str) -> dict[str, Any]:
+    """What a case has besides mixed precision and the other defaults."""
+    ranks, make_strategy, options = CASES[name]
+    strategy, defaults = make_strategy(), FSDP2Config().to_dict()
+    sizes = {f"{axis}_size": getattr(strategy, f"{axis}_size", 1) for axis in ("tp", "cp", "dp_replicate")}
+    if isinstance(strategy, FSDP2Strategy):
+        sizes["shards"] = ranks // math.prod(sizes.values())
+    return {
+        "strategy": type(strategy).__name__,
+        **{name: size for name, size in sizes.items() if size > 1},
+        **{flag: str(value) for flag, value in strategy.config.to_dict().items() if value != defaults.get(flag, value)},
+        **{name: str(value) for name, value in options.items()},
+    }
+
+
+TRAINED = Matrix(
+    "simulated steps beside real ones",
+    {name: list_features(name) for name in CASES},
+    costs={name: ranks for name, (ranks, *_) in CASES.items()},
+)
 
 
 def plan(ranks: int, strategy: Any, *, rank: int = 0, module: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -88,9 +111,7 @@ def plan(ranks: int, strategy: Any, *, rank: int = 0, module: dict[str, Any] | N
 
 
 @pytest.mark.guarantees("same-code", "plans-beside-real-runs")
-@pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=TRAINED.mark(name)) for name in CASES])
 def test_a_simulated_step_is_that_of_processes_that_train(name: str) -> None:
     ranks, strategy, options = CASES[name]
     planned, calls, _ = plan(ranks, strategy, **options)
@@ -106,12 +127,10 @@ WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 1024}
 """Of which weights take more than a step of few tokens does."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param(DDPStrategy, marks=pytest.mark.slow),
-        lambda: DDPStrategy(DDPConfig(gradient_as_bucket_view=True)),
-    ],
+    [DDPStrategy, lambda: DDPStrategy(DDPConfig(gradient_as_bucket_view=True))],
     ids=["DDP", "DDP, views of buckets"],
 )
 def test_all_that_is_held_is_what_processes_hold(strategy: Callable[[], Any]) -> None:
@@ -129,10 +148,18 @@ def test_all_that_is_held_is_what_processes_hold(strategy: Callable[[], Any]) ->
 # ---------------------------------------------------------------------- numbers that can be computed by hand
 
 
-def test_memory_and_traffic_by_hand() -> None:
-    ranks = 4
-    planned, calls, simulation = plan(ranks, FSDP2Strategy)
-    shard = MODEL // ranks
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def usual() -> Any:
+    """A rank of four, simulated."""
+    return plan(RANKS, FSDP2Strategy)
+
+
+def test_memory_and_traffic_by_hand(usual: Any) -> None:
+    planned, calls, simulation = usual
+    shard = MODEL // RANKS
     assert planned.peak[WEIGHTS] == 4 * shard
     assert planned.peak[OPTIMIZER_STATES] == 2 * 4 * shard + 4 * TENSORS  # AdamW's two moments, and its step numbers
     # the peak is in the loss's backward: the head, the norm before it and the last layer are gathered, in bfloat16
@@ -146,8 +173,8 @@ def test_memory_and_traffic_by_hand() -> None:
     assert simulation.is_even
 
 
-def test_flops_by_hand() -> None:
-    planned, *_ = plan(2, FSDP2Strategy)
+def test_flops_by_hand(usual: Any) -> None:
+    planned, *_ = usual
     tokens = BATCH * LENGTH
     products = 6 * tokens * (HEAD + LAYERS * LAYER_MATRICES)
     # scores and values in forward; in backward the scores again, and two products for each; half of it, being causal
@@ -155,17 +182,15 @@ def test_flops_by_hand() -> None:
     assert planned.flops == pytest.approx(products + attention, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "products"), [("rowwise_with_gw_hp", 2), pytest.param("tensorwise", 3, marks=pytest.mark.slow)]
-)
-def test_products_in_float8_by_hand(recipe: Any, products: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "products"), [("rowwise_with_gw_hp", 2), ("tensorwise", 3)])
+def test_products_in_float8_by_hand(recipe: Any, products: int, usual: Any) -> None:
     config = FSDP2Config(float8=Float8Config(recipe=recipe))
     _, _, simulation = plan(2, lambda: FSDP2Strategy(config=config))
     operations = simulation.recording.operations
     in_float8 = sum(op.flops for op in operations if op.dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
     assert in_float8 == products * 2 * BATCH * LENGTH * LAYERS * LAYER_MATRICES
-    plain = plan(2, FSDP2Strategy)[2].recording
-    assert simulation.recording.flops == plain.flops
+    assert simulation.recording.flops == usual[2].recording.flops
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -184,6 +209,7 @@ def test_a_compiled_cast_is_two_kernels(recipe: str) -> None:
     assert run_ranks(run, 1, group=False) == [2 * elements + 2 * scales + (2 + 4) * scales + (2 + 1) * elements]
 
 
+@pytest.mark.slow
 def test_compiled_casts_need_less_than_uncompiled_ones() -> None:
     def read(**flags: Any) -> tuple[int, int]:
         planned, _, simulation = plan(2, lambda: FSDP2Strategy(config=FSDP2Config(**flags)))
@@ -196,6 +222,7 @@ def test_compiled_casts_need_less_than_uncompiled_ones() -> None:
     assert compiled <= uncompiled
 
 
+@pytest.mark.slow
 def test_hidden_states_are_no_logits_where_a_part_of_the_vocabulary_is_as_wide() -> None:
     def count_activations(vocabulary: int) -> int:
         module = CausalLM(config={**LLAMA, "vocab_size": vocabulary})
@@ -210,6 +237,7 @@ def test_hidden_states_are_no_logits_where_a_part_of_the_vocabulary_is_as_wide()
     assert as_wide >= wider  # what cannot be told apart is no logits
 
 
+@pytest.mark.slow
 def test_micro_batches_that_are_alike_count_as_often_as_there_are() -> None:
     few, many = (plan(2, FSDP2Strategy, accumulate_grad_batches=count)[0] for count in (4, 9))
 
@@ -223,6 +251,7 @@ def test_micro_batches_that_are_alike_count_as_often_as_there_are() -> None:
     assert few.peak == many.peak
 
 
+@pytest.mark.slow
 def test_the_last_rank_of_uneven_shards_holds_less() -> None:
     first, last = (plan(3, FSDP2Strategy, rank=rank) for rank in (0, 2))
     assert not first[2].is_even
