@@ -1,12 +1,15 @@
 """A hundred mistakes that people make: each ends soon in one line with code 2, and leaves no process.
 
-Each case runs the real command line in a forked process of its own; ten run as real processes besides, since a fork
-says nothing of launchers and exit handlers.
+Each case runs the real command line in a forked process of its own; ten run as programs besides, one of them in a fresh
+interpreter, since a fork says nothing of launchers and exit handlers.
 """
 
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.fork_server import get_python
 from helpers.mistakes import (
     CALLBACKS,
     CONFIG,
@@ -58,7 +61,10 @@ REAL = {
     "MASTER_PORT that is no number",
     "export into itself",
 }
-"""Cases that run as processes of their own, too."""
+"""Cases that run as programs, too."""
+
+FRESH = "tp_size that does not divide"
+"""The one of them that starts with an interpreter of its own."""
 
 
 CASES = {
@@ -280,4 +286,4 @@ def test_a_mistake_is_said(name: str, tmp_path: Path, request: pytest.FixtureReq
 @pytest.mark.parametrize("name", sorted(REAL))
 @pytest.mark.usefixtures("_trained")
 def test_a_mistake_is_said_by_a_real_process(name: str, tmp_path: Path) -> None:
-    check_run(CASES[name], tmp_path, run_really)
+    check_run(CASES[name], tmp_path, partial(run_really, python=sys.executable if name == FRESH else get_python()))

@@ -401,6 +401,7 @@ def run_and_catch(args: list[str]) -> tuple[str, str]:
     return end, "".join(line for line in output.getvalue().splitlines() if line.startswith("error: "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "line", "source"),
     [
@@ -409,11 +410,10 @@ def run_and_catch(args: list[str]) -> tuple[str, str]:
             "global_batch_size=6 is not a multiple of batch_size=2 x 2 data",
             "",
         ),
-        pytest.param(
+        (
             {"tokenizer": "nobody/nothing"},
             "tokenizer='nobody/nothing' is not a directory with a tokenizer",
             "Rank 0 could not read the data (this is rank 1): ",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["found-by-both", "found-by-rank-0"],
@@ -725,11 +725,12 @@ def test_all_options_fit_100_columns(monkeypatch, capsys):
 
 
 @pytest.mark.guarantees("completion")
-@pytest.mark.slow
-def test_shell_completion():
+@pytest.mark.usefixtures("_restored_settings")
+def test_shell_completion(capsys):
     pytest.importorskip("shtab", reason="needs jsonargparse[shtab]")
-    command = [sys.executable, "-m", "lightning_fsdp2", "--print_completion=bash"]
-    script = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    with pytest.raises(SystemExit, match="0"):
+        main(["--print_completion=bash"])
+    script = capsys.readouterr().out
     completed = subprocess.run(
         ["bash"], input=f"{script}\ncomplete -p lightning-fsdp2", capture_output=True, text=True, check=True
     )
@@ -737,6 +738,21 @@ def test_shell_completion():
     for option in ("--trainer.strategy.tp_size", "--trainer.strategy.config.float8", "--model.config", "--data.path"):
         assert option in script
     assert len(script) < 100_000
+
+
+RUN_ALL = """
+import sys
+from lightning_fsdp2.cli import main
+
+def run_all(commands):
+    for command in commands:
+        sys.argv = ["lightning-fsdp2", *command]
+        try:
+            main()
+        except SystemExit as exit_:
+            assert not exit_.code
+"""
+"""Runs commands one after the other, which saves the time of their imports."""
 
 
 @pytest.mark.guarantees("quickstart-report", "installed-package")
@@ -756,22 +772,25 @@ def test_the_wheel_works_in_an_empty_directory(tmp_path):
     shutil.unpack_archive(wheel, unpacked, "zip")
     environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
 
-    def run(*args: str) -> str:
-        command = [sys.executable, "-m", "lightning_fsdp2", *args]
+    def run_python(*args: str) -> str:
+        command = [sys.executable, *args]
         result = subprocess.run(
             command, cwd=empty, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
         assert result.returncode == 0, result.stderr[-4000:]
         return result.stdout
 
-    run("quickstart", *short, "--trainer.max_steps=2")
+    run_python("-m", "lightning_fsdp2", "quickstart", *short, "--trainer.max_steps=2")
     config = yaml.safe_load((unpacked / "lightning_fsdp2" / "cli" / "quickstart.yaml").read_text())
     config["trainer"]["callbacks"][1]["init_args"]["every_n_train_steps"] = 2
     (empty / "run.yaml").write_text(yaml.safe_dump(config))
-    run("fit", "--config=run.yaml", *short, "--trainer.max_steps=4", f"--ckpt_path={last}")
-    assert "771.33 K, all trained" in run("describe", "--config=run.yaml")
-    assert f"{last} is complete." in run("verify", last)
-    assert f"{model} is complete." in run("export", last, model)
+    longer = ["--trainer.max_steps=4", f"--ckpt_path={last}"]
+    run_python("-m", "lightning_fsdp2", "fit", "--config=run.yaml", *short, *longer)
+    commands = [["describe", "--config=run.yaml"], ["verify", last], ["export", last, model]]
+    printed = run_python("-c", f"{RUN_ALL}\nrun_all({commands!r})")
+    assert "771.33 K, all trained" in printed
+    assert f"{last} is complete." in printed
+    assert f"{model} is complete." in printed
     assert json.loads((empty / model / "config.json").read_text())["model_type"] == "llama"
     [metrics] = (empty / "outputs" / "quickstart").glob("version_1/metrics.csv")
     assert ",4," in metrics.read_text()  # the validation behind the last step of the resumed run

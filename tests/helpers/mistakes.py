@@ -245,11 +245,13 @@ def run_forked(folder: Path, args: tuple[str, ...], env: dict[str, str]) -> tupl
     return (None if str(process.pid) in left else process.exitcode), path.read_text(errors="replace"), left
 
 
-def run_really(folder: Path, args: tuple[str, ...], env: dict[str, str]) -> tuple[int | None, str, list[str]]:
+def run_really(
+    folder: Path, args: tuple[str, ...], env: dict[str, str], *, python: str = sys.executable
+) -> tuple[int | None, str, list[str]]:
     """Do the same with a process that starts as a person's does."""
     with (folder / "output.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_fsdp2", *args],
+            [python, "-m", "lightning_fsdp2", *args],
             cwd=folder,
             env={**os.environ, **env},
             stdout=log,
