@@ -71,7 +71,7 @@ def read_first(read: Callable[[Tensor], Any], context: Callable[[], Any]) -> Cal
     def read_twice(tensor: Tensor) -> Tensor:
         with context():
             read(tensor)
-        return tensor * 2
+        return tensor * torch.tensor(2.0, requires_grad=True)  # saves what was read, for the gradient of the factor
 
     return read_twice
 
@@ -170,6 +170,19 @@ def test_a_checkpoint_that_takes_the_part_itself_computes_it_again() -> None:
             part.sum().backward()
             gradients.append(summand.grad)
         torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+    run_ranks(run, 2)
+
+
+def test_torch_detaches_it_without_adding_up() -> None:
+    """As activation checkpointing does with what it saves."""
+
+    def run() -> None:
+        _, pending, whole = make()
+        with StepCounter() as counter, torch._C.DisableTorchFunctionSubclass():
+            detached = pending.detach()
+        assert not counter.collectives
+        torch.testing.assert_close(detached.get_part(1), whole.chunk(2, 1)[dist.get_rank()])
 
     run_ranks(run, 2)
 

@@ -14,7 +14,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lightning_fsdp2.checkpoint.stored_shards import PiecewiseTensor, describe_shards, get_first_rows, is_unusual
 from lightning_fsdp2.compat.torch import StridedShard
-from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_packed_placements, get_pieces
+from lightning_fsdp2.ranks.pieces import (
+    UNEVEN_SHARD,
+    get_packed_placements,
+    get_pieces,
+    without_uneven_axis,
+)
 from lightning_fsdp2.ranks.whole_tensors import gather, get_first_row, make_dtensor, reshard_like
 
 GATE_AND_UP = StridedShard(0, split_factor=2)
@@ -61,6 +66,20 @@ def test_what_fsdp2_cuts_once_more_is_not_packed() -> None:
         assert get_packed_placements(model.weight) == {}
 
     run_ranks(run, 4)
+
+
+def test_a_mesh_without_the_uneven_axis_is_the_same_mesh() -> None:
+    def run() -> None:
+        for names in (None, ("data", "tensor_parallel")):
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+            assert without_uneven_axis(mesh) is mesh
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", UNEVEN_SHARD))
+        even = without_uneven_axis(mesh)
+        assert even.mesh_dim_names == ("data", "even_shard")
+        assert torch.equal(even.mesh, mesh.mesh)
+        assert even.get_all_groups() == mesh.get_all_groups()
+
+    run_ranks(run, 2)
 
 
 def take_packed(whole: Tensor, dim: int, parts: int, rank: int, ranks: int) -> Tensor:
