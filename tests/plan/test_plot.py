@@ -10,6 +10,8 @@ from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.plan import plan_run
 from lightning_fsdp2.plan.plot import draw_plan
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def figure() -> Figure:

@@ -68,15 +68,16 @@ def test_all_but_a_few_are_left_out(blocks: Any) -> None:
     assert [module.get_submodule(name) for (name,) in names] == few
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "config", "options"),
     [
         (LAYERS, FSDP2Config(), {}),
-        pytest.param(LAYERS, FSDP2Config(sequence_parallel=True), {"tp_size": 2}, marks=pytest.mark.slow),
-        pytest.param(LAYERS, FSDP2Config(), {"cp_size": 2, "dp_replicate_size": 2}, marks=pytest.mark.slow),
-        pytest.param(16, FSDP2Config(fsdp2_backward_prefetch_depth=4), {"length": 24}, marks=pytest.mark.slow),
+        (LAYERS, FSDP2Config(sequence_parallel=True), {"tp_size": 2}),
+        (LAYERS, FSDP2Config(), {"cp_size": 2, "dp_replicate_size": 2}),
+        (16, FSDP2Config(fsdp2_backward_prefetch_depth=4), {"length": 24}),
         # backward needs most at its begin with few layers, for the logits, and at its end with many, for the gradients
-        pytest.param(64, FSDP2Config(activation_checkpointing="full"), {"length": 24}, marks=pytest.mark.slow),
+        (64, FSDP2Config(activation_checkpointing="full"), {"length": 24}),
     ],
 )
 def test_a_few_layers_tell_of_many(layers: int, config: FSDP2Config, options: dict[str, Any]) -> None:
