@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import StepCounter
+from helpers.cover import Matrix
 from helpers.families import get_families, make_family_config, make_family_model
 from helpers.models import GPT2, LLAMA, VOCABULARY, add_adapters, make_causal_lm
 from helpers.oracle import assert_equal_gradients, token_sum_loss
@@ -92,48 +93,45 @@ def compute_full(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 # ---------------------------------------------------------------------- numbers
 
 
-SAMPLE = {
-    "dp1": ["llama-tied", "gemma2"],
-    "dp2": ["gpt2", "granite"],
-    "dp2+reshard+full": ["llama"],
-    "tp2": ["llama-tied", "granite"],
-    "tp2+sp+selective": ["gpt2"],
-    "tp2+loss": ["gemma2", "gpt2"],
+CELLS = {
+    f"{mesh}-{model}": {"data_parallel": ranks // options.get("tp_size", 1), **options, "model": model}
+    for mesh, (ranks, options) in MESHES.items()
+    for model in MODELS
 }
+MATRIX = Matrix(
+    "chunked loss",
+    CELLS,
+    fast=("dp1-llama-tied", "dp2-granite", "dp2+reshard+full-llama", "tp2-gpt2", "tp2+loss-gemma2"),
+    costs={name: MESHES[name.split("-")[0]][0] for name in CELLS},
+)
 
 
 @pytest.mark.guarantees("chunked-loss")
 @pytest.mark.parametrize(
-    ("mesh", "models"),
-    [
-        *(pytest.param(mesh, models, id=mesh) for mesh, models in SAMPLE.items()),
-        *(pytest.param(mesh, list(MODELS), id=f"all-{mesh}", marks=pytest.mark.slow) for mesh in MESHES),
-    ],
+    ("mesh", "name"), MATRIX.list_parameters({cell: tuple(cell.split("-", maxsplit=1)) for cell in CELLS})
 )
-def test_losses_and_gradients_are_those_of_the_full_loss_in_one_process(mesh: str, models: list[str]) -> None:
+def test_losses_and_gradients_are_those_of_the_full_loss_in_one_process(mesh: str, name: str) -> None:
     ranks, options = MESHES[mesh]
     dp_size = ranks // options.get("tp_size", 1)
 
     def run() -> None:
-        for name in models:
-            torch.manual_seed(0)
-            plain = MODELS[name]()
-            model = copy.deepcopy(plain)
-            tail = trace_logits_tail(model)
-            model = parallelize(model, **options)
-            dp_rank = dist.get_rank() // (ranks // dp_size)
-            for micro_batch in range(2):
-                batch = make_batch(2 * micro_batch + dp_rank)
-                with defer_grad_sync(model) if micro_batch == 0 else nullcontext():
-                    losses = compute_chunked(model, batch, tail)
-                    losses.sum().backward()
-                expected, _ = token_sum_loss(plain, batch)
-                assert losses.shape == batch["labels"].shape
-                assert losses.dtype == torch.float32
-                assert abs(losses.sum().item() - expected.item()) <= 1e-5 * expected.item(), name
-            sum(token_sum_loss(plain, make_batch(2 * m + r))[0] for m in range(2) for r in range(dp_size)).backward()
-            reference = {key: gradient / dp_size for key, gradient in get_gradients(plain).items()}
-            assert_equal_gradients(get_gradients(model), reference)
+        plain = MODELS[name]()
+        model = copy.deepcopy(plain)
+        tail = trace_logits_tail(model)
+        model = parallelize(model, **options)
+        dp_rank = dist.get_rank() // (ranks // dp_size)
+        for micro_batch in range(2):
+            batch = make_batch(2 * micro_batch + dp_rank)
+            with defer_grad_sync(model) if micro_batch == 0 else nullcontext():
+                losses = compute_chunked(model, batch, tail)
+                losses.sum().backward()
+            expected, _ = token_sum_loss(plain, batch)
+            assert losses.shape == batch["labels"].shape
+            assert losses.dtype == torch.float32
+            assert abs(losses.sum().item() - expected.item()) <= 1e-5 * expected.item()
+        sum(token_sum_loss(plain, make_batch(2 * m + r))[0] for m in range(2) for r in range(dp_size)).backward()
+        reference = {key: gradient / dp_size for key, gradient in get_gradients(plain).items()}
+        assert_equal_gradients(get_gradients(model), reference)
 
     run_ranks(run, ranks)
 
