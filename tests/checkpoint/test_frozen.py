@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,44 +79,65 @@ def get_size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
+Saved = Callable[[str], tuple[Path, dict[str, torch.Tensor], str]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Train on a mesh and save, only once each; return the folder, the weights and the base."""
+
+    @cache
+    def save(mesh: str) -> tuple[Path, dict[str, torch.Tensor], str]:
+        folder = tmp_path_factory.mktemp(mesh)
+        base = save_base(folder / "base")
+        return folder, train(mesh, base, folder / "small.ckpt", steps=2), base
+
+    return save
+
+
+each_mesh = pytest.mark.parametrize("mesh", ["tp-sp", pytest.param("pp", marks=pytest.mark.slow)])
+
+
 @pytest.mark.guarantees("lora-gradients-and-exports")
-@pytest.mark.parametrize("mesh", ["tp-sp", pytest.param("pp", marks=pytest.mark.slow)])
-def test_no_base_weight_is_in_it_and_all_is_read_from_the_pretrained_model(mesh: str, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    weights = train(mesh, base, tmp_path / "small.ckpt", steps=2)
-    check_holds_adapters_alone(tmp_path, weights)
-    run_ranks(lambda: check_reads_the_rest(tmp_path, weights, base), 1, group=False)
-
-
-def check_holds_adapters_alone(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+@each_mesh
+def test_it_holds_adapters_alone(mesh: str, saved: Saved) -> None:
+    folder, weights, _ = saved(mesh)
     trained = {name: tensor for name, tensor in weights.items() if "lora_" in name}
-    keys = list_keys(tmp_path / "small.ckpt")
+    keys = list_keys(folder / "small.ckpt")
     kept = {key.removeprefix("state_dict.model.") for key in keys if key.startswith("state_dict.")}
     assert kept == trained.keys()
     states = {key for key in keys if key.endswith(".exp_avg")}
     assert len(states) == len(trained)
     # weights and two moments, and what the format adds for each tensor
     bytes_of_trained = 3 * 4 * sum(math.prod(tensor.shape) for tensor in trained.values())
-    assert bytes_of_trained < get_size(tmp_path / "small.ckpt") < bytes_of_trained + 5000 * len(keys)
-    summary = json.loads((tmp_path / "small.ckpt" / "meta.json").read_text())
+    assert bytes_of_trained < get_size(folder / "small.ckpt") < bytes_of_trained + 5000 * len(keys)
+    summary = json.loads((folder / "small.ckpt" / "meta.json").read_text())
     assert summary["hf_models"][0]["adapters"]["default"]["r"] == 4
-    assert len(verify_checkpoint(tmp_path / "small.ckpt")) > 2
+    assert len(verify_checkpoint(folder / "small.ckpt")) > 2
 
 
-def check_reads_the_rest(tmp_path: Path, weights: dict[str, torch.Tensor], base: str) -> None:
-    """A module, an export and a plain loop."""
-    small, single = tmp_path / "small.ckpt", tmp_path / "single.ckpt"
-    consolidate_checkpoint(small, single)
-    for path in (small, single):
-        module = load_from_checkpoint(CausalLM, path)
-        assert_equal_tensors(module.model.state_dict(), weights)
-        export_hf(path, tmp_path / f"{path.stem}-merged", merge=True)
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{path.stem}-merged")
-        expected: Any = module.model.merge_and_unload()
-        assert_equal_tensors(merged.state_dict(), expected.state_dict())
-    plain = add_lora(from_pretrained(base, on_meta=False), module.lora_config, base=base)
-    load_checkpoint(small, torch.nn.ModuleDict({"model": plain}), weights_only=False)
-    assert_equal_tensors(plain.state_dict(), weights)
+@pytest.mark.guarantees("lora-gradients-and-exports")
+@each_mesh
+def test_a_module_an_export_and_a_plain_loop_read_the_rest_from_the_pretrained_model(
+    mesh: str, saved: Saved, tmp_path: Path
+) -> None:
+    folder, weights, base = saved(mesh)
+
+    def read() -> None:
+        small, single = folder / "small.ckpt", tmp_path / "single.ckpt"
+        consolidate_checkpoint(small, single)
+        for path in (small, single):
+            module = load_from_checkpoint(CausalLM, path)
+            assert_equal_tensors(module.model.state_dict(), weights)
+            export_hf(path, tmp_path / f"{path.stem}-merged", merge=True)
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{path.stem}-merged")
+            expected: Any = module.model.merge_and_unload()
+            assert_equal_tensors(merged.state_dict(), expected.state_dict())
+        plain = add_lora(from_pretrained(base, on_meta=False), module.lora_config, base=base)
+        load_checkpoint(small, torch.nn.ModuleDict({"model": plain}), weights_only=False)
+        assert_equal_tensors(plain.state_dict(), weights)
+
+    run_ranks(read, 1, group=False)
 
 
 RESUMES = [
@@ -129,6 +152,14 @@ RESUMES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
+    """A base, and the weights that a run without a pause makes of it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    base = save_base(folder / "base")
+    return base, train("dp", base, folder / "whole.ckpt", steps=STEPS)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another mesh
 @pytest.mark.parametrize(
@@ -136,9 +167,10 @@ RESUMES = [
     RESUMES,
     ids=[f"{first}-then-{second}" for first, second, _ in RESUMES],
 )
-def test_a_run_goes_on_on_another_mesh(first: str, second: str, options: dict[str, Any], tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base")
-    expected = train("dp", base, tmp_path / "whole.ckpt", steps=STEPS)
+def test_a_run_goes_on_on_another_mesh(
+    first: str, second: str, options: dict[str, Any], uninterrupted: tuple[str, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, expected = uninterrupted
     train(first, base, tmp_path / "half.ckpt", steps=STEPS // 2, **options)
     actual = train(second, base, tmp_path / "end.ckpt", steps=STEPS, ckpt_path=tmp_path / "half.ckpt")
     assert_equal_tensors(actual, expected, atol=5e-5)
@@ -182,6 +214,7 @@ def test_weights_that_are_in_no_file_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantees("another-base")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another number of ranks
 def test_another_base_and_one_that_has_moved_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
