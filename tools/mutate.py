@@ -106,9 +106,9 @@ def try_all(workplace: "Workplace", ledger: Ledger, options: argparse.Namespace)
 def list_mirrors(file: str) -> list[str]:
     """Return the test files that mirror a file of the package.
 
-    They are that of the same name, and those of the same folder that import the file; without any, those that import
-    it, wherever they are; and without any of these, the mirrors of the files of the package that import it. What only
-    the package itself hands out is mirrored by the three tests that reach little else.
+    They are that of the same name, and those of the same folder that import the file. Without any, they are three:
+    of those that import it, wherever they are, the shortest; otherwise of the mirrors of the files of the package that
+    import it; and otherwise of those that reach it and little else.
     """
     module = Path(file).with_suffix("") if Path(file).name != "__init__.py" else Path(file).parent
     folder = Path("tests") / module.parent.relative_to(PACKAGE)
@@ -117,11 +117,12 @@ def list_mirrors(file: str) -> list[str]:
     if (ROOT / (same := folder / f"test_{module.name}.py")).exists():
         found = [same, *(test for test in found if test != same)]
     if found or importing:
-        return [str(test) for test in found or importing]
+        importing.sort(key=lambda test: (ROOT / test).stat().st_size)
+        return [str(test) for test in found or importing[:3]]
     users = list_importing(PACKAGE, module, "*.py")
     beside = [user for user in users if user.parent == module.parent]
     mirrors = [mirror for user in beside or users for mirror in list_mirrors(str(user))]
-    return list(dict.fromkeys(mirrors or list_reaching(file)[:3]))
+    return list(dict.fromkeys(mirrors or list_reaching(file)))[:3]
 
 
 def list_importing(folder: str, module: Path, pattern: str) -> list[Path]:
