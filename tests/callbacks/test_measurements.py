@@ -129,8 +129,9 @@ LEFT_OUT = {"MemorySnapshot", "ExpertBias", "ExpertLoad"}
 
 
 @pytest.mark.guarantees("no-waiting", "operations-of-callbacks")
+@pytest.mark.slow
 @each_strategy
-@pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clip", [0.5, None])
 def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
     kind: Kind, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
             callbacks=[*(getattr(callbacks, name)(**OPTIONS.get(name, {})) for name in names), counts],
             logger=loggers,
             default_root_dir=tmp_path,
-            max_steps=4,
+            max_steps=3,
             log_every_n_steps=2,
             gradient_clip_val=clip,
             enable_progress_bar=bool(names),

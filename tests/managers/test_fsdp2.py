@@ -1,6 +1,7 @@
 """The manager in a plain torch loop: which flags it takes, and that each of them reaches the model."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,7 @@ def test_prefetch_depths_decide_how_far_ahead_units_are_gathered() -> None:
 
 
 @pytest.mark.guarantees("plain-loops")
+@pytest.mark.slow
 def test_replicas_of_shards_train_like_one_process_with_accumulation_and_clipping() -> None:
     def run() -> None:
         torch.manual_seed(0)
@@ -221,7 +223,8 @@ def test_replicas_of_shards_train_like_one_process_with_accumulation_and_clippin
         config = FSDP2Config(mp_policy=FLOAT32)
         mesh = create_device_mesh(config, dp_replicate_size=2, device_type="cpu")
         assert FSDP2Manager(config, mesh).parallelize(model) is model
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, eps=EPSILON) for m in (reference, model)]
+        make_optimizer = partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON, fused=True)
+        optimizers = [make_optimizer(each.parameters()) for each in (reference, model)]
         for batch in make_token_batches(2, size=8, length=6, ragged=False):
             plain_loss(reference, batch)[0].backward()
             expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)

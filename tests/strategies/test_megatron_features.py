@@ -73,8 +73,10 @@ CONFIGS = {"llama": SMALL, "gpt2": {**GPT2, "initializer_range": 0.2}, "qwen3": 
 
 SP = {"sequence_parallel": True}
 
-two_and_four = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-"""Tensor parallelism alone, and with two data parallel ranks."""
+four_or_two = pytest.mark.parametrize(
+    "ranks", [pytest.param(4, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.release)]
+)
+"""Tensor parallelism with two data parallel ranks, or alone."""
 
 
 def make_strategy(flags: dict[str, Any] | None = None, **options: Any) -> MegatronFSDPStrategy:
@@ -147,21 +149,19 @@ class KeepsFirstWeights(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "ways"),
+    "family",
     [
-        ("gpt2", 2, ["shards"]),
-        *(pytest.param(family, 4, ["shards", "whole"], marks=pytest.mark.slow) for family in ("gpt2", "qwen3", "phi3")),
-        pytest.param("llama", 4, ["shards", "whole"], marks=pytest.mark.release),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "qwen3", "phi3")),
+        pytest.param("llama", marks=pytest.mark.release),
     ],
 )
-def test_pretrained_weights_come_in_and_trained_ones_go_out(
-    family: str, ranks: int, ways: list[str], tmp_path: Path
-) -> None:
+def test_pretrained_weights_come_in_and_trained_ones_go_out(family: str, tmp_path: Path) -> None:
+    ranks = 4
     model = make_rough_model(CONFIGS[family])
     model.save_pretrained(tmp_path / "base")
 
     def run() -> dict[str, Tensor]:
-        for way in ways:
+        for way in ("shards", "whole"):
             first, module = KeepsFirstWeights(), CausalLM(pretrained=str(tmp_path / "base"))
             strategy = make_strategy({"init_fsdp_with_meta_device": way == "shards", **SP})
             trainer = fit(module, make_batches(ranks // 2), strategy, callbacks=[first])
@@ -173,7 +173,7 @@ def test_pretrained_weights_come_in_and_trained_ones_go_out(
         return trained
 
     trained = KIND.run(run, ranks)[0]
-    for way in ways:
+    for way in ("shards", "whole"):
         path = tmp_path / way
         run_ranks(lambda path=path: export_hf(path.with_suffix(".ckpt"), f"{path}-saved"), 1, group=False)
         for name in ("live", "saved"):
@@ -200,7 +200,7 @@ def test_fsdp2_goes_on_from_its_checkpoint_and_the_other_way_round(there: str, t
     KIND.run(run, 2)
 
 
-@two_and_four
+@four_or_two
 def test_moving_averages_are_those_of_one_process_and_are_resumed(ranks: int, tmp_path: Path) -> None:
     window = ranks // 2
     batches = 2 * make_batches(window)
@@ -307,8 +307,7 @@ def check_adapters(family: str, fields: dict[str, Any], by_shards: bool, ranks: 
 @pytest.mark.parametrize(
     ("zero_dp_strategy", "ranks"),
     [
-        (3, 2),
-        pytest.param(1, 4, marks=pytest.mark.slow),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((3, 2), (1, 4))),
         *(pytest.param(number, 4, marks=pytest.mark.release) for number in (0, 2)),
     ],
 )
@@ -393,9 +392,8 @@ CHUNKED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 """Ranks, flags and options. :mod:`test_megatron_tensor_parallel` has more with tensor parallelism."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "tp2, tied" else pytest.mark.slow) for name in CHUNKED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHUNKED)
 def test_a_chunked_loss_has_the_numbers_of_one_process(name: str) -> None:
     ranks, flags, options = CHUNKED[name]
 
@@ -486,7 +484,8 @@ class Observes(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["loss"]))
 
 
-@pytest.mark.parametrize(("zero_dp_strategy", "ranks"), [(3, 2), pytest.param(0, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero_dp_strategy", "ranks"), [(3, 2), (0, 4)])
 def test_callbacks_generate_validate_and_read_gradients_between_steps(zero_dp_strategy: int, ranks: int) -> None:
     window = ranks // 2
     batches = make_batches(2 * window)
@@ -535,7 +534,7 @@ class Norms(GradientNorm):
         super().on_train_batch_end(*args, **kwargs)
 
 
-@two_and_four
+@four_or_two
 def test_a_trained_module_is_tested_and_trained_again_by_another_trainer(ranks: int) -> None:
     window = ranks // 2
     batches = make_batches(4 * window)

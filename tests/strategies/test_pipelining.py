@@ -407,6 +407,7 @@ def record_dropout(module: Any) -> None:
 
 
 @pytest.mark.guarantees("random-numbers-of-stages")
+@pytest.mark.slow
 def test_stages_draw_the_same_masks_and_other_dropout() -> None:
     def train() -> Any:
         pl.seed_everything(5, verbose=False)
@@ -516,6 +517,7 @@ def test_callbacks_and_loggers_see_on_rank_0_what_the_last_stage_logs(tmp_path: 
     def run() -> None:
         torch.manual_seed(1)
         module = Module()
+        module.model = make_causal_lm({**CONFIGS["llama"], "num_hidden_layers": 2})
         stopping = EarlyStopping("val/loss", patience=1, min_delta=100.0)
         checkpoint = ModelCheckpoint(tmp_path, monitor="val/loss", filename="{epoch}-{val/loss:.3f}")
         logger = MetricsLogger()
@@ -728,6 +730,7 @@ def test_a_stage_that_trains_nothing_takes_part_in_norms_that_callbacks_compute(
     run_ranks(run, 2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_number_of_micro_batches(tmp_path: Path) -> None:
     """The last batch of an epoch has one row; alone, it would be refused."""
     batches = make_token_batches(2, size=4)
