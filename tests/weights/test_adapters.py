@@ -1,5 +1,6 @@
 """What is known of peft's adapters: the model without them, and the names of both."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from helpers.models import GPT2, LLAMA, add_adapters, make_causal_lm, make_token_batches
 from peft import get_peft_model_state_dict
 
-from lightning_fsdp2.weights.adapters import get_adapter_names, get_plain_names, without_adapters
+from lightning_fsdp2.weights import adapters
+from lightning_fsdp2.weights.adapters import check_peft, get_adapter_names, get_plain_names, without_adapters
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all-linear": (LLAMA, {"target_modules": "all-linear"}),
@@ -52,3 +54,13 @@ def test_names_in_files_are_those_of_peft(case: str) -> None:
         names = get_adapter_names(adapted, adapter)
         assert sorted(names.values()) == sorted(stored)
         assert all(torch.equal(own[name], stored[key]) for name, key in names.items())
+
+
+@pytest.mark.parametrize("version", ["0.20.1", "0.21.0rc1", "1.0"])
+def test_a_version_of_peft_that_passes_over_hooks_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "version", lambda name: version)
+    check_peft(make_causal_lm(LLAMA))  # which has no adapters
+    model = torch.nn.ModuleDict({"model": add_adapters(make_causal_lm(LLAMA), target_modules=["q_proj"])})
+    is_old = version == "0.20.1"
+    with pytest.raises(ImportError, match=r"peft 0\.20\.1 is too old .*\[lora\]") if is_old else nullcontext():
+        check_peft(model)
