@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import traceback
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -41,22 +40,6 @@ from lightning_fsdp2.parallelizer import (
 )
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    """Train every model two steps on two ranks and in one process, all in one fork; what failed, by model."""
-
-    def run() -> dict[str, str]:
-        found = {}
-        for name, case in MODELS.items():
-            try:
-                train_two_steps(case)
-            except Exception:  # the test of that model reports it
-                found[name] = traceback.format_exc()
-        return found
-
-    return run_ranks(run, 2)[0]
-
-
 def train_two_steps(case: Model) -> None:
     torch.manual_seed(0)
     model = case.make()
@@ -70,9 +53,20 @@ def train_two_steps(case: Model) -> None:
         assert_equal_gradients(model, reference)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_steps_of_two_ranks_have_the_gradients_of_one_process(name: str, failures: dict[str, str]) -> None:
-    assert name not in failures, failures[name]
+TOGETHER = [list(MODELS)[start : start + 2] for start in range(0, len(MODELS), 2)]
+"""Models of one fork, because a fork costs as much as one of them."""
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
+def test_steps_of_two_ranks_have_the_gradients_of_one_process(names: list[str]) -> None:
+    def run() -> None:
+        for name in names:
+            try:
+                train_two_steps(MODELS[name])
+            except Exception as error:
+                raise AssertionError(name) from error
+
+    run_ranks(run, 2)
 
 
 # ---------------------------------------------------------------------- what a step sends
@@ -117,9 +111,12 @@ COUNTS = {
 
 
 @pytest.mark.guarantees("counts-unit-by-unit")
-def test_collectives_of_a_step() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_collectives_of_a_step(tied: bool) -> None:
     def run() -> None:
         for name, case in COUNTS.items():
+            if case.tied != tied:
+                continue
             model = parallelize(make_causal_lm({**LLAMA, "tie_word_embeddings": case.tied}), **case.options)
             units = 4 if case.tied else 5
             for _ in range(2):
@@ -240,6 +237,7 @@ def test_units_are_prefetched_in_the_order_in_which_they_are_used() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.slow
 def test_collectives_over_four_ranks() -> None:
     def run() -> None:
         model = parallelize(make_causal_lm(LLAMA), reshard_after_forward=2)
@@ -255,6 +253,12 @@ def test_collectives_over_four_ranks() -> None:
         token_loss(model, dist.get_rank()).backward()
         assert_equal_gradients(model, reference)
 
+    run_ranks(run, 4)
+
+
+@pytest.mark.slow
+def test_collectives_over_two_replicas_of_two_shards() -> None:
+    def run() -> None:
         hsdp = create_device_mesh(dp_replicate_size=2, device_type="cpu")
         model = fsdp2_strategy_parallelize(make_causal_lm(LLAMA), hsdp, mp_policy=MixedPrecisionPolicy())
         forward, backward = count_step(model)
@@ -373,20 +377,19 @@ def count_trainer_step(strategy: Any, module: pl.LightningModule, micro_batches:
 
 
 @pytest.mark.guarantees("counts-unit-by-unit")
-def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy() -> None:
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy(micro_batches: int) -> None:
     make_model = partial(make_causal_lm, LLAMA)
 
     def run() -> None:
-        for micro_batches in (1, 3):
-            ours = count_trainer_step(FSDP2Strategy(), WithModel(make_model), micro_batches)
-            theirs = count_trainer_step(ModelParallelStrategy(2, 1), HandShardedModule(make_model), micro_batches)
-            expected = {"all_gather": 7 * micro_batches, "reduce_scatter": 5}
-            # Lightning broadcasts a flag per micro-batch, and reads it; ours agree on a number per step, on the host
-            assert ours.collectives == {**expected, "all_reduce": 1}
-            assert theirs.collectives == {**expected, "broadcast": micro_batches, "reduce_scatter": 5 * micro_batches}
-            assert ours.host_syncs == 1 <= theirs.host_syncs == micro_batches
-            extra = f"{micro_batches} micro-batches: {ours.operations - theirs.operations}"
-            assert ours.operations.total() <= theirs.operations.total(), extra
+        ours = count_trainer_step(FSDP2Strategy(), WithModel(make_model), micro_batches)
+        theirs = count_trainer_step(ModelParallelStrategy(2, 1), HandShardedModule(make_model), micro_batches)
+        expected = {"all_gather": 7 * micro_batches, "reduce_scatter": 5}
+        # Lightning broadcasts a flag per micro-batch, and reads it; ours agree on a number per step, on the host
+        assert ours.collectives == {**expected, "all_reduce": 1}
+        assert theirs.collectives == {**expected, "broadcast": micro_batches, "reduce_scatter": 5 * micro_batches}
+        assert ours.host_syncs == 1 <= theirs.host_syncs == micro_batches
+        assert ours.operations.total() <= theirs.operations.total(), ours.operations - theirs.operations
 
     run_ranks(run, 2)
 

@@ -133,23 +133,23 @@ def test_selective_keeps_attention_of_documents_under_context_parallel() -> None
 
 
 @pytest.mark.guarantees("selective-checkpointing")
+@pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tp", "sp"])
-def test_selective_repeats_no_collective_but_all_gathers(sequence_parallel: bool) -> None:
-    def run() -> list[Counter[str]]:
-        counts = []
-        for mode in (False, "full", "selective"):
-            model = make_mesh_model(make_causal_lm(LLAMA), mode, tp_size=2, sequence_parallel=sequence_parallel)
-            with StepCounter() as counter:
-                train(model, use_cache=False)
-            counts.append(counter.collectives)
-        return counts
+def test_selective_repeats_no_collective_but_all_gathers(sequence_parallel: bool, mode: str) -> None:
+    layers = 2
 
-    plain, full, selective = run_ranks(run, 2)[0]
+    def count_step(mode: Any) -> Counter[str]:
+        plain = make_causal_lm({**LLAMA, "num_hidden_layers": layers})
+        model = make_mesh_model(plain, mode, tp_size=2, sequence_parallel=sequence_parallel)
+        with StepCounter() as counter:
+            train(model, use_cache=False)
+        return counter.collectives
+
+    plain, repeated = run_ranks(lambda: (count_step(False), count_step(mode)), 2)[0]
     # attention gathers, or sums, what the MLP's part of backward starts from; the MLP's own result is not needed
-    gathers = {"all_gather": 2 * LAYERS} if sequence_parallel else {}
-    sums = {"reduce_scatter": LAYERS} if sequence_parallel else {"all_reduce": LAYERS}
-    assert selective - plain == Counter(gathers)
-    assert full - plain == Counter({**gathers, **sums})
+    gathers = {"all_gather": 2 * layers} if sequence_parallel else {}
+    sums = {"reduce_scatter": layers} if sequence_parallel else {"all_reduce": layers}
+    assert repeated - plain == Counter(gathers if mode == "selective" else {**gathers, **sums})
 
 
 def test_weights_are_gathered_as_often_as_without() -> None:
@@ -220,7 +220,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
 }
 CELLS = list(itertools.product(("llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen3_moe", "qwen3_next"), LAYOUTS))
-FAST = [("llama", "tp2+sp"), ("gpt2", "tp2"), ("gemma3n_text", "dp2"), ("qwen3_moe", "tp2+sp")]
+FAST = [("llama", "tp2+sp"), ("gpt2", "tp2"), ("qwen3_moe", "dp2")]
 
 
 @pytest.mark.parametrize(

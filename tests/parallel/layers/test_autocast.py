@@ -29,6 +29,9 @@ def parallelize(model: nn.Module, *, tp_size: int = 1, **flags: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    "layout", [{}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["dp2", "tp2", "tp2+sp"]
+)
+@pytest.mark.parametrize(
     "policy",
     [pytest.param(GATHERED_IN_FLOAT32, marks=pytest.mark.slow), GATHERED_IN_BFLOAT16],
     ids=["float32", "bfloat16"],
@@ -37,9 +40,9 @@ def parallelize(model: nn.Module, *, tp_size: int = 1, **flags: Any) -> Any:
     "config", [pytest.param(LLAMA, id="llama"), pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow)]
 )
 def test_products_are_in_bfloat16_and_the_residual_stream_is_in_float32(
-    config: dict[str, Any], policy: MixedPrecisionPolicy
+    config: dict[str, Any], policy: MixedPrecisionPolicy, layout: dict[str, Any]
 ) -> None:
-    def run(layout: dict[str, Any]) -> None:
+    def run() -> None:
         model = parallelize(make_rough_model(config), mp_policy=policy, **layout)
         layers = model.model.layers if config is LLAMA else model.transformer.h
         residuals = []
@@ -54,8 +57,7 @@ def test_products_are_in_bfloat16_and_the_residual_stream_is_in_float32(
         assert output.logits.dtype is torch.float32
         assert {p.grad.dtype for p in model.parameters()} == {p.dtype for p in model.parameters()} == {torch.float32}
 
-    for layout in ({}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
-        run_ranks(run, 2, layout)
+    run_ranks(run, 2)
 
 
 def test_without_an_output_dtype_the_residual_stream_is_that_of_the_weights() -> None:

@@ -574,17 +574,22 @@ def test_compiled_layers_repeat_the_same_products(compile_without_code: None) ->
 
 
 @pytest.mark.guarantees("compiled-float8")
-@pytest.mark.parametrize("mode", [False, pytest.param("selective", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tp_size": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    ("tp_size", "mode"),
+    [
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, "selective"), (2, False))),
+        *(pytest.param(*cell, marks=pytest.mark.release) for cell in ((1, False), (2, "selective"))),
+    ],
+)
 def test_compiled_layers_share_a_graph_and_have_the_same_gradients(
-    sizes: dict[str, int], mode: Any, compile_without_code: None
+    tp_size: int, mode: Any, compile_without_code: None
 ) -> None:
     tokens = torch.randint(3, 101, (2, 16), generator=torch.Generator().manual_seed(0))
 
     def compute_gradients(**flags: Any) -> dict[str, Tensor | None]:
         torch.manual_seed(0)
         flags = {"float8": Float8Config(recipe="tensorwise"), "mp_policy": MixedPrecisionPolicy(), **flags}
-        model = parallelize(make_causal_lm(WIDE_LLAMA), activation_checkpointing=mode, **sizes, **flags)
+        model = parallelize(make_causal_lm(WIDE_LLAMA), activation_checkpointing=mode, tp_size=tp_size, **flags)
         for _ in range(2):  # the first step of a tensor parallel model is not compiled
             model.zero_grad()
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()

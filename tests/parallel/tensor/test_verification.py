@@ -304,7 +304,7 @@ RIGHT: dict[str, tuple[str, Callable[[Any], None]]] = {
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
     [
-        ("compiled-modules", True),
+        pytest.param("compiled-modules", True, marks=pytest.mark.slow),
         ("backward-hooks-everywhere", True),
         ("reentrant-checkpointing", True),
         pytest.param("compiled-modules", False, marks=pytest.mark.slow),
