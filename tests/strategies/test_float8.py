@@ -109,7 +109,7 @@ CELLS = {
     for mode in MODES
 }
 MATRIX = Matrix(
-    "float8",
+    "recipes of float8",
     CELLS,
     fast=("tp2-rowwise_with_gw_hp-full", "pp2-rowwise-selective", "ep2-tensorwise-False"),
     costs={name: MESHES[name.split("-")[0]][0] for name in CELLS},
