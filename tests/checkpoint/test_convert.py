@@ -74,7 +74,8 @@ def train(make_module: Any, strategy: Any, epochs: int, ckpt_path: Path | None =
 
 @pytest.mark.guarantees("checkpoint-commands", "consolidated")
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")  # of another mesh
-@pytest.mark.parametrize("name", ["scheduled", pytest.param("two-optimizers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
 def test_a_consolidated_checkpoint_resumes_in_one_process_and_on_shards(name: str, tmp_path: Path) -> None:
     make_module = MODULES[name]
     directory, file = tmp_path / "a.ckpt", tmp_path / "b.ckpt"

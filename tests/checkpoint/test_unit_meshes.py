@@ -28,10 +28,11 @@ from lightning_fsdp2.compat.torch import StridedShard, has_packed_shards
 PACKED = StridedShard(0, split_factor=2)
 SHARD: dict[str, Any] = {"many": shard_over_many_meshes, "one": shard_over_one_mesh}
 READERS_OF = {"many": READERS, "one": RANKS}
-LAYOUTS = [("many", "one"), *(pytest.param(before, "many", marks=pytest.mark.slow) for before in ("many", "one"))]
+LAYOUTS = [("many", "one"), ("many", "many"), ("one", "many")]
 
 
-@pytest.mark.parametrize(("before", "after"), LAYOUTS, ids="-".join)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), LAYOUTS, ids=["-to-".join(layout) for layout in LAYOUTS])
 def test_training_goes_on_from_a_checkpoint_of_other_meshes(before: str, after: str, tmp_path: Path) -> None:
     def run() -> None:
         model = make_model()
@@ -94,6 +95,7 @@ class Renames(PlainTransformer):
             state[name.replace(".feed_forward.", ".mlp.")] = state.pop(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", ["root", "block"])
 def test_a_hook_may_rename_weights_of_units_on_different_meshes(depth: str, tmp_path: Path) -> None:
     def run() -> None:

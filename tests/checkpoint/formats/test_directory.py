@@ -1,8 +1,10 @@
 """Sharded checkpoints in a plain torch loop: complete or absent, for any number of ranks, of this model or refused."""
 
+import itertools
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.cover import Matrix
 from helpers.models import LLAMA, VOCABULARY, PlainTransformer, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
@@ -48,42 +51,62 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-@pytest.mark.guarantees("any-layout-resumes")
-@pytest.mark.parametrize(
-    ("optimizer", "frozen"),
-    [
-        ("adamw", True),
-        ("sgd-without-state", False),
-        pytest.param("adamw", False, marks=pytest.mark.slow),
-        pytest.param("sgd-without-state", True, marks=pytest.mark.slow),
-        pytest.param("sgd-momentum", False, marks=pytest.mark.slow),
-        pytest.param("sgd-momentum", True, marks=pytest.mark.slow),
-    ],
+MESHES = {"one": (1, 1), "replicas": (2, 2), "uneven": (3, 1)}
+"""Ranks, and how many have copies."""
+
+CELLS = {
+    f"{optimizer}-{'frozen' if frozen else 'whole'}-{mesh}": (optimizer, frozen, mesh)
+    for optimizer, frozen, mesh in itertools.product(OPTIMIZERS, (False, True), MESHES)
+}
+MATRIX = Matrix(
+    "checkpoints of optimizers",
+    {name: dict(zip(("optimizer", "frozen", "mesh"), cell, strict=True)) for name, cell in CELLS.items()},
+    fast=("adamw-frozen-one", "sgd-momentum-whole-replicas"),
+    costs={name: MESHES[mesh][0] for name, (_, _, mesh) in CELLS.items()},
 )
-def test_training_goes_on_alike_on_any_number_of_ranks(optimizer: str, frozen: bool, tmp_path: Path) -> None:
-    make_optimizer = OPTIMIZERS[optimizer]
 
-    def save() -> dict[str, torch.Tensor]:
-        model = make_model(frozen=frozen)
-        own = make_optimizer(trainable(model))
-        step(model, own, 1)
-        save_checkpoint(tmp_path / "one.ckpt", model, own, extra={"step": 1})
-        step(model, own, 2)
-        return whole(model.state_dict())
 
-    def resume(dp_replicate_size: int) -> dict[str, torch.Tensor]:
+Save = Callable[[str, bool], tuple[Path, dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Save on two ranks after a step, and return the path and the weights after another; only once each."""
+
+    @cache
+    def save(optimizer: str, frozen: bool) -> tuple[Path, dict[str, torch.Tensor]]:
+        path = tmp_path_factory.mktemp(optimizer) / "one.ckpt"
+
+        def run() -> dict[str, torch.Tensor]:
+            model = make_model(frozen=frozen)
+            own = OPTIMIZERS[optimizer](trainable(model))
+            step(model, own, 1)
+            save_checkpoint(path, model, own, extra={"step": 1})
+            step(model, own, 2)
+            return whole(model.state_dict())
+
+        return path, run_ranks(run, 2)[0]
+
+    return save
+
+
+@pytest.mark.guarantees("any-layout-resumes")
+@pytest.mark.parametrize(("optimizer", "frozen", "mesh"), MATRIX.list_parameters(CELLS))
+def test_training_goes_on_alike_on_any_number_of_ranks(optimizer: str, frozen: bool, mesh: str, save: Save) -> None:
+    path, expected = save(optimizer, frozen)
+    world_size, dp_replicate_size = MESHES[mesh]
+
+    def resume() -> dict[str, torch.Tensor]:
         model = make_model(dp_replicate_size, seed=5, frozen=frozen)
         # another order of the parameters: names count, not numbers
-        own = make_optimizer(trainable(model)[::-1])
-        assert load_checkpoint(tmp_path / "one.ckpt", model, own) == {"step": 1}
+        own = OPTIMIZERS[optimizer](trainable(model)[::-1])
+        assert load_checkpoint(path, model, own) == {"step": 1}
         step(model, own, 2)
         return whole(model.state_dict())
 
-    expected = run_ranks(save, 2)[0]
-    for world_size, dp_replicate_size in ((1, 1), (2, 2), (3, 1)):
-        actual = run_ranks(resume, world_size, dp_replicate_size)[-1]
-        for name, weight in expected.items():
-            torch.testing.assert_close(actual[name], weight, rtol=0, atol=2e-6, msg=f"{name} on {world_size} ranks")
+    actual = run_ranks(resume, world_size)[-1]
+    for name, weight in expected.items():
+        torch.testing.assert_close(actual[name], weight, rtol=0, atol=2e-6, msg=name)
 
 
 def test_numbers_of_numpy_in_an_optimizer_are_saved_as_plain_ones(tmp_path: Path) -> None:
