@@ -144,7 +144,7 @@ def test_a_step_that_does_not_log_costs_at_most_a_hundredth_more(
             callbacks=[*(getattr(callbacks, name)(**OPTIONS.get(name, {})) for name in names), counts],
             logger=loggers,
             default_root_dir=tmp_path,
-            max_steps=3,
+            max_steps=4,
             log_every_n_steps=2,
             gradient_clip_val=clip,
             enable_progress_bar=bool(names),

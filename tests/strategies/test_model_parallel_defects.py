@@ -357,7 +357,8 @@ class PlainSGD(ShardsItself):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_defect_4_resume_with_an_optimizer_without_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_", ["sharded", "full"])
+def test_defect_4_resume_with_an_optimizer_without_state(format_: Any, tmp_path: Path) -> None:
     """Single files, where Lightning fails, and directories."""
 
     def run() -> None:
@@ -368,14 +369,14 @@ def test_defect_4_resume_with_an_optimizer_without_state(tmp_path: Path) -> None
             assert trainer.global_step == 2
             return whole(dict(module.named_parameters()))
 
-        with fails("IndexError: list index out of range"):
-            resume(lambda: make_theirs(save_distributed_checkpoint=False), tmp_path / "theirs.ckpt")
+        if format_ == "full":
+            with fails("IndexError: list index out of range"):
+                resume(lambda: make_theirs(save_distributed_checkpoint=False), tmp_path / "theirs.ckpt")
         uninterrupted = PlainSGD()
         fit(FSDP2Strategy(), uninterrupted, max_steps=2)
-        for name in ("sharded", "full"):
-            make_ours = partial(FSDP2Strategy, checkpoint=CheckpointConfig(format=name))
-            resumed = resume(make_ours, tmp_path / f"{name}.ckpt")
-            torch.testing.assert_close(resumed, whole(dict(uninterrupted.named_parameters())), rtol=0, atol=0)
+        make_ours = partial(FSDP2Strategy, checkpoint=CheckpointConfig(format=format_))
+        resumed = resume(make_ours, tmp_path / "ours.ckpt")
+        torch.testing.assert_close(resumed, whole(dict(uninterrupted.named_parameters())), rtol=0, atol=0)
 
     run_ranks(run, WORLD)
 

@@ -1,5 +1,6 @@
 """Training over pipeline stages through the Trainer: the numbers of one process (DESIGN, "What correct means")."""
 
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ MESHES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "pp2 x tp2+sp": (4, {"pp_size": 2, "tp_size": 2}, {"sequence_parallel": True}),
     "pp2 x cp2": (4, {"pp_size": 2, "cp_size": 2}, {}),
     "pp2 x ep2": (4, {"pp_size": 2, "ep_size": 2}, {}),
+    "pp2 x hsdp2x1": (4, {"pp_size": 2, "dp_replicate_size": 2}, {}),
     "pp2 x hsdp2x2": (8, {"pp_size": 2, "dp_replicate_size": 2}, {}),
 }
 FLAGS: dict[str, dict[str, Any]] = {
@@ -88,9 +90,6 @@ TOGETHER = [
     "pp2 x dp2-gemma3_text-gpipe+resharded-2",
     "pp2 x dp2-gpt2-interleaved+compiled+full+offloaded+resharded-2",
     "pp2 x dp2-mixtral-1f1b+selective+offloaded+reduced-2",
-    "pp2 x tp2-gemma3_text-interleaved+full+offloaded+reduced-1",
-    "pp2 x tp2-gpt2-1f1b+selective+offloaded+resharded-1",
-    "pp2 x tp2-mixtral-gpipe+resharded-2",
     "pp2 x tp2+sp-gemma3_text-interleaved+full+offloaded-1",
     "pp2 x tp2+sp-gpt2-1f1b+selective+resharded+reduced-1",
     "pp2 x tp2+sp-mixtral-gpipe+offloaded+resharded-2",
@@ -100,9 +99,9 @@ TOGETHER = [
     "pp2 x ep2-mixtral-gpipe+resharded+reduced-1",
     "pp2 x ep2-mixtral-interleaved+selective+offloaded+resharded-1",
     "pp2 x ep2-mixtral-1f1b+full+offloaded-2",
-    "pp2 x hsdp2x2-gemma3_text-gpipe+selective+offloaded-1",
-    "pp2 x hsdp2x2-gpt2-interleaved+resharded+reduced-2",
-    "pp2 x hsdp2x2-mixtral-1f1b+full+offloaded+resharded-1",
+    "pp2 x hsdp2x1-gemma3_text-gpipe+selective+offloaded-1",
+    "pp2 x hsdp2x1-gpt2-interleaved+resharded+reduced-2",
+    "pp2 x hsdp2x1-mixtral-1f1b+full+offloaded+resharded-1",
 ]
 """Runs of many flags, so that few of them have every two of these values."""
 
@@ -130,7 +129,17 @@ def list_cells() -> Iterator[Cell]:
 
 def describe(cell: Cell) -> dict[str, Hashable]:
     mesh, family, flags, accumulate = cell
-    return {"mesh": mesh, **FAMILIES[family], "pp_schedule": "1f1b", **join_flags(flags), "accumulate": accumulate}
+    ranks, sizes, mesh_flags = MESHES[mesh]
+    shards = ranks // math.prod(size for name, size in sizes.items() if name != "ep_size")
+    return {
+        **sizes,
+        **({"shards": shards} if shards > 1 else {}),
+        **mesh_flags,
+        **FAMILIES[family],
+        "pp_schedule": "1f1b",
+        **join_flags(flags),
+        "accumulate": accumulate,
+    }
 
 
 def get_name(cell: Cell) -> str:

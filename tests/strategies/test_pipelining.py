@@ -513,6 +513,7 @@ def test_units_gather_and_reduce_once_per_step(flags: dict[str, Any], micro_batc
 
 
 @pytest.mark.guarantees("logs-of-stages")
+@pytest.mark.slow
 def test_callbacks_and_loggers_see_on_rank_0_what_the_last_stage_logs(tmp_path: Path) -> None:
     def run() -> None:
         torch.manual_seed(1)
