@@ -32,6 +32,19 @@ def test_a_crash_in_a_native_thread_is_tried_again_once(tmp_path: Path) -> None:
         run_ranks(start_native_thread_at_nothing, 1)
 
 
+def test_a_damaged_heap_is_tried_again(tmp_path: Path) -> None:
+    def free_wrongly_first() -> str:
+        if not (tmp_path / "marker").exists():
+            (tmp_path / "marker").touch()
+            free = ctypes.CDLL(None).free
+            free.argtypes = [ctypes.c_void_p]
+            free(ctypes.addressof(ctypes.create_string_buffer(24)) + 8)  # nothing was allocated there
+        return "second"
+
+    with pytest.warns(UserWarning, match="tried again: rank 0 died of a damaged heap"):
+        assert run_ranks(free_wrongly_first, 1) == ["second"]
+
+
 def test_a_crash_in_a_thread_of_python_is_not(tmp_path: Path) -> None:
     def crash() -> None:
         (tmp_path / str(time.monotonic_ns())).touch()

@@ -34,10 +34,12 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
 PATIENCE_SECONDS = 10.0
+DAMAGED_HEAP = re.compile(r"^(malloc|free|realloc)\(\): |^(double free or )?corruption|^corrupted ", re.MULTILINE)
+"""What the C library writes before it aborts a process with a damaged heap."""
 
 
 class NativeCrash(Exception):
-    """A thread that is none of Python's, such as gloo's, died of a segmentation fault."""
+    """A thread that is none of Python's, such as gloo's, died of a segmentation fault, or the heap is damaged."""
 
 
 class RankError(AssertionError):
@@ -76,8 +78,9 @@ def run_ranks(
         patience: Seconds that the other ranks have to end, too, once one has failed; then they are killed.
 
     A segmentation fault in a native thread is tried once again, with a warning: now and then one of gloo's dies in
-    `malloc`, of a cause that is not known (docs/decisions.md). One in a thread of Python's, where the code under test
-    runs, is an error at once.
+    `malloc`, of a cause that is not known (docs/decisions.md). So is a rank that the C library ended because it found
+    the heap damaged, in whatever thread. Any other crash of a thread of Python's, where the code under test runs, is an
+    error at once.
 
     Raises:
         RankError: With the traceback of the first rank that failed. The other ranks are killed.
@@ -222,6 +225,8 @@ def _raise_native_crash(processes: list[Any], folder: Path) -> None:
         # of a thread of Python's faulthandler writes "Current thread"
         if process.exitcode == -signal.SIGSEGV and "Segmentation fault" in log and "Current thread" not in log:
             raise NativeCrash(f"rank {rank} died in a native thread:\n{log[-4000:]}")
+        if process.exitcode == -signal.SIGABRT and DAMAGED_HEAP.search(log):
+            raise NativeCrash(f"rank {rank} died of a damaged heap:\n{log[-4000:]}")
 
 
 def _pickle_failure(error: BaseException) -> bytes:
