@@ -8,6 +8,7 @@ import torch.distributed as dist
 from helpers.models import GPT2, LLAMA, PlainTransformer, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -82,6 +83,18 @@ def test_padding_row_stays_zero_and_what_has_values_keeps_them() -> None:
     assert torch.equal(embedding[5], torch.zeros(32))
     assert embedding[4].abs().min() > 0
     assert torch.equal(head, torch.full((101, 32), 3.0))
+
+
+def test_adapters_are_initialised_as_peft_does() -> None:
+    with torch.device("meta"):
+        model: Any = get_peft_model(make_causal_lm(LLAMA), LoraConfig(r=8, target_modules=["q_proj"]))
+    materialize(model, torch.device("cpu"))
+    layers = [layer for layer in model.modules() if hasattr(layer, "reset_lora_parameters")]
+    assert len(layers) == 3
+    for layer in layers:
+        first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        assert 0.9 * 32**-0.5 < first.abs().max() <= 32**-0.5  # kaiming_uniform_ with a=sqrt(5)
+        assert torch.equal(second, torch.zeros(32, 8))
 
 
 class Unresettable(nn.Module):
