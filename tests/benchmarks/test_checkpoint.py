@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.fork_server import get_python
 
 from benchmarks import checkpoint
 from benchmarks.checkpoint import DISK, MEASURES, SHARE_OF_DISK, SPEED, TARGETS, THEIRS, VARIANTS
@@ -20,7 +21,7 @@ def test_every_row_has_its_numbers_and_no_file_is_left(tmp_path):
     options = ["--directory", str(tmp_path), "--parameters", "2e6", "--repeats", "1", "--variants", ",".join(VARIANTS)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PL_", "TORCHELASTIC"))}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = subprocess.run([sys.executable, *command, *options], env=environment, capture_output=True, text=True)
+    ended = subprocess.run([get_python(), *command, *options], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-6000:]
 
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ended.stdout.splitlines() if line[:2] == "| "]

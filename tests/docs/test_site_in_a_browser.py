@@ -45,7 +45,7 @@ class Pages(SimpleHTTPRequestHandler):
 
 
 @pytest.mark.guarantees("cells-of-a-browser", "pages-are-measured")
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome")
 def test_nothing_is_cut(site: Path, tmp_path: Path) -> None:
     arrived, found = Event(), []

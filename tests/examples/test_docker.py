@@ -109,7 +109,7 @@ class Builder:
 
 
 @pytest.mark.guarantees("launch-scripts")
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_the_image_for_cpus_trains(tmp_path: Path) -> None:
     builder = Builder(tmp_path)

@@ -37,7 +37,7 @@ PRELOADED = (
     "datasets",
     "lightning.pytorch.cli",
     "lightning_fsdp2.cli.app",
-    "torch.distributed.run",
+    "torch.distributed.launcher.api",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )

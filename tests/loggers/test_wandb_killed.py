@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.fork_server import get_python
 from helpers.models import LLAMA
 from helpers.tracked_jobs import get_rows, start_job
 from helpers.wandb_reader import read_runs
@@ -66,9 +67,9 @@ def write_config(folder: Path) -> Path:
 @pytest.mark.slow
 def test_a_job_that_was_killed_goes_on_with_its_run(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    killed = start_job(config, "--ckpt_path=last")
+    killed = start_job(config, "--ckpt_path=last", python=get_python())
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
-    resumed = start_job(config, "--ckpt_path=last")
+    resumed = start_job(config, "--ckpt_path=last", python=get_python())
     assert resumed.returncode == 0, resumed.stderr[-4000:]
 
     first, second = read_runs(tmp_path)
@@ -91,7 +92,8 @@ def test_a_job_that_was_killed_goes_on_with_its_run(tmp_path: Path) -> None:
 def test_no_key_is_one_line_before_the_first_step(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     environment = {"WANDB_API_KEY": "", "NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    result = start_job(config, "--trainer.logger.init_args.offline=false", **environment)
+    options = "--trainer.logger.init_args.offline=false"
+    result = start_job(config, options, python=get_python(), **environment)
     assert result.returncode == 2
     (line,) = {line for line in result.stderr.splitlines() if "error" in line.lower()}
     assert line.startswith("error: WandbLogger(offline=False) has no API key for https://")

@@ -1,11 +1,10 @@
 """Two hosts train together under torchrun; one dies, or its network does, and the run goes on as if nothing had been.
 
-Each cell of this file takes minutes: the ranks are processes that import torch, and torchrun waits for hosts.
+Each cell of this file takes a minute, because torchrun waits for hosts.
 """
 
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.fork_server import get_python
 from helpers.hosts import Host, make_hosts, needs_hosts
 from helpers.node_job import GLOBAL_BATCH_SIZE, SAVES_EVERY, STEPS, Step, read_steps, write_config
 
@@ -46,11 +46,11 @@ class Job:
         for host in hosts or self.hosts:
             self.agents[host.name] = host.start(
                 [
-                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *(get_python(), "-m", "torch.distributed.run"),
                     *("--nnodes", nodes, "--nproc-per-node", "2", "--max-restarts", str(self.max_restarts)),
                     *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.store.address}:{PORT}"),
                     *("--rdzv-id", self.folder.name, "--local-addr", host.address),
-                    *("--rdzv-conf", "is_host=false,join_timeout=60,last_call_timeout=3,keep_alive_interval=1"),
+                    *("--rdzv-conf", "is_host=false,join_timeout=240,last_call_timeout=6,keep_alive_interval=2"),
                     *("-m", "lightning_fsdp2", "fit", "--config", str(self.config), "--ckpt_path", "last"),
                 ],
                 self.folder / f"{host.name}.log",
@@ -80,7 +80,7 @@ class Job:
 def make_cluster(folder: Path) -> Iterator[list[Host]]:
     """Two hosts, and a third one with the store of the rendezvous, which never fails here."""
     with make_hosts(["lf-a", "lf-b", "lf-store"]) as hosts:
-        hosts[-1].start([sys.executable, "-c", KEEPS_STORE], folder / "store.log")
+        hosts[-1].start([get_python(), "-c", KEEPS_STORE], folder / "store.log")
         yield hosts
 
 
@@ -118,16 +118,21 @@ def get_rows(steps: list[Step], number: int) -> Counter[str]:
 
 
 @pytest.mark.guarantees("same-command", "same-samples", "only-lost-steps")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed",
+    # either host dies first, either one last, and one of them twice
+    [0, 4, 5, *(pytest.param(seed, marks=pytest.mark.release) for seed in (1, 2, 3))],
+)
 def test_the_run_goes_on_where_hosts_die(tmp_path: Path, hosts: list[Host], expected: list[Step], seed: int) -> None:
     """One host dies and comes back; then one dies and does not."""
     chance = random.Random(seed)
     job = Job(tmp_path / "run", hosts)
     job.start()
-    for is_last, until in ((False, 5), (True, STEPS // 2)):
+    for is_last, number in ((False, 5), (True, STEPS // 2)):
         # at any moment of a step, a save or what lies between them
+        until = number + chance.randrange(SAVES_EVERY)
         job.wait_for(lambda steps, until=until: any(step.step >= until and step.world_size == 4 for step in steps))
-        time.sleep(chance.uniform(0, 1.5))
+        time.sleep(chance.uniform(0, 0.3))
         chance.shuffle(job.hosts)
         job.hosts[0].kill()
         if not is_last:
@@ -153,11 +158,11 @@ def test_the_run_goes_on_where_hosts_die(tmp_path: Path, hosts: list[Host], expe
 
 @pytest.mark.guarantees("silent-ranks", "cut-links")
 def test_a_host_whose_network_is_cut_is_named_by_the_others(tmp_path: Path, hosts: list[Host]) -> None:
-    job = Job(tmp_path / "run", hosts, max_restarts=0)
+    job = Job(tmp_path / "run", hosts, max_restarts=0, steady_timeout="0:00:05")
     job.start(nodes="2")
     job.wait_for(lambda steps: any(step.step >= 6 for step in steps))
     job.hosts[1].unplug()
-    assert job.wait_for_end(job.hosts[0], seconds=60) != [0]
+    assert job.wait_for_end(job.hosts[0]) != [0]
     assert job.wait_for_end(job.hosts[1]) != [0]
     there, cut = ((job.folder / f"{host.name}.log").read_text() for host in job.hosts)
     assert "The ranks 0-1 (lf-a) have noticed this. There is no report yet from 2-3 (lf-b): they" in there

@@ -1,10 +1,12 @@
 """Adapters from peft's files in sharded models, against the model that wrote them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models import LLAMA, add_adapters, make_causal_lm
 from helpers.oracle import make_config, whole
 from helpers.ranks import run_ranks
@@ -77,6 +79,22 @@ def test_one_process_has_the_weights_of_the_adapter(tmp_path: Path) -> None:
             file.unlink()
     load_pretrained(model, torch.device("cpu"))  # what is loaded is not read again
     assert all(torch.equal(weight, kept[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path, ["q_proj"])
+
+    def run() -> None:
+        own = tmp_path / str(dist.get_rank())
+        shutil.copytree(tmp_path / "adapter", own / "adapter")
+        (own / "base").symlink_to(tmp_path / "base")
+        model, mesh = build(own, ["q_proj"]), create_device_mesh(device_type="cpu")
+        if dist.get_rank() == 1:
+            (own / "adapter" / WEIGHTS_FILE).unlink()
+        with pytest.raises(FileNotFoundError, match=rf"1/adapter/{WEIGHTS_FILE}"):
+            FSDP2Manager(FSDP2Config(), mesh).parallelize(model)
+
+    run_ranks(run, 2)
 
 
 def test_an_adapter_of_another_model_is_refused_by_its_first_difference(tmp_path: Path) -> None:
