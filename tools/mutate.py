@@ -1,9 +1,9 @@
 """Break one line of the package at a time, and see whether the tests beside it notice.
 
 It works on a copy of the last commit. The tests that mirror a file run first, of these the ones that reach the broken
-line; if none fails, all that reach the file; then, for as long as `--others` allows, further tests that reach the file.
-Tests that are marked `slow` or `release` do not run. Results are kept in the folder `.mutants`, and an interrupted run
-goes on.
+line. If none fails, further tests that reach the file run for as long as `--others` allows. Tests that are marked
+`slow` or `release` do not run. Results are kept in the folder `.mutants`, and an interrupted run goes on. With
+`--again`, all tests that mirror the file and reach it run for the lines that nobody noticed.
 
     python tools/mutate.py lightning_fsdp2/ranks lightning_fsdp2/mesh.py --count 50
     python tools/mutate.py --summary
@@ -96,7 +96,7 @@ def try_all(workplace: "Workplace", ledger: Ledger, options: argparse.Namespace)
         if outcome is not None and not (options.again and outcome == "survived"):
             continue
         start = time.monotonic()
-        result = workplace.try_mutant(mutant, options.others)
+        result = workplace.try_mutant(mutant, options.others, is_thorough=options.again)
         seconds = round(time.monotonic() - start, 1)
         ledger.add(name, line=mutant.line, diff=mutant.diff(source), seconds=seconds, **result)
         print(f"{result['outcome']:10} {mutant.file}:{mutant.line} {result.get('test', '')}", flush=True)
@@ -184,7 +184,7 @@ class Workplace:
                 continue
         gc.freeze()
 
-    def try_mutant(self, mutant: Mutant, others: float) -> dict[str, Any]:
+    def try_mutant(self, mutant: Mutant, others: float, *, is_thorough: bool) -> dict[str, Any]:
         """Run tests on the copy with one line broken, until one notices."""
         mirrors = [test for test in list_mirrors(mutant.file) if (self.copy / test).exists()]
         traces = [self.trace(test, mutant.file) for test in mirrors]
@@ -194,7 +194,8 @@ class Workplace:
         quickest = sorted(passing, key=lambda test: passing[test][0])
         lines = {test: found for test in quickest if (found := passing[test][1].get(mutant.file))}
         chosen = [test for test, found in lines.items() if any(first <= line <= last for line in found)]
-        rest = [test for test in lines if test not in chosen]  # may be of a result that another test has left
+        # the rest may look at what a test that reaches the line has left behind
+        rest = [test for test in lines if test not in chosen] if is_thorough else []
         with self.broken(mutant):
             for tests in filter(None, (chosen, rest)):
                 seconds = start + sum(passing[test][0] for test in tests)
