@@ -1,5 +1,6 @@
 """Checkpoints are complete or absent, whatever their name and whenever a writer dies."""
 
+import ctypes
 import errno
 import json
 import os
@@ -84,6 +85,19 @@ def test_a_replacement_that_died_half_way_is_undone(tmp_path: Path, monkeypatch:
         run_ranks(lambda: [monkeypatch.setattr(distributed, "_finish", fail_with_full_disk), save(4)], 1)
     assert names(tmp_path) == ["last.ckpt"], "the next save, which failed, lost the checkpoint before"
     assert load_checkpoint(path, nn.Linear(2, 2)) == 2
+
+
+def test_two_paths_are_exchanged_at_once_where_the_system_can(tmp_path: Path) -> None:
+    for name in ("first", "second", "a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    here, flag_exchange = -100, 2  # <fcntl.h>, <linux/fs.h>
+    paths = [os.fsencode(tmp_path / name) for name in ("a", "b")]
+    can = ctypes.CDLL(None).renameat2(here, paths[0], here, paths[1], flag_exchange) == 0
+    assert folder._exchange(tmp_path / "first", tmp_path / "second") is can
+    assert names(tmp_path / "first") == (["second"] if can else ["first"])
+    assert names(tmp_path / "second") == (["first"] if can else ["second"])
+    assert folder._exchange(tmp_path / "first", tmp_path / "gone") is False
 
 
 @pytest.mark.parametrize("place", ["directory", "file", "archive", "store", "file in store"])
@@ -398,7 +412,7 @@ def test_a_link_points_to_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> N
     for path in (first, second, link):
         save_checkpoint(path, nn.Linear(2, 2), extra=path.name)
     for target in (first, second):
-        folder.link_checkpoint(target, link)
+        folder.link_checkpoint(str(target), str(link))
         assert os.readlink(link) == target.name
         assert load_checkpoint(link, nn.Linear(2, 2)) == target.name
     save_checkpoint(link, nn.Linear(2, 2), extra="again a directory")
