@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_fsdp2 import load_checkpoint, save_checkpoint, verify_checkpoint
 from lightning_fsdp2.checkpoint.files import storage
-from lightning_fsdp2.checkpoint.files.storage import CheckpointReader, DurableFile
+from lightning_fsdp2.checkpoint.files.drafts import get_path
+from lightning_fsdp2.checkpoint.files.storage import CheckpointReader, DurableFile, get_reason, load_pickled
 from lightning_fsdp2.checkpoint.formats.directory import call_dcp
 
 
@@ -130,6 +131,52 @@ def test_advice_that_a_file_system_does_not_take_is_no_failure(tmp_path: Path, m
     with DurableFile(tmp_path / "file") as file:
         file.write(bytes(storage.BLOCK_SIZE))
     assert (tmp_path / "file").stat().st_size == storage.BLOCK_SIZE
+
+
+def test_pages_are_handed_to_the_disk_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: calls.append(file.size), raising=False)
+    monkeypatch.setattr(storage, "BLOCK_SIZE", 10)
+    with DurableFile(tmp_path / "file") as file:
+        for size in (9, 1, 9, 2, 30):
+            file.write(bytes(size))
+    assert calls == [10, 21, 51]
+    with DurableFile(get_path("memory://pages/file")) as file:
+        file.write(bytes(30))
+    assert calls == [10, 21, 51]
+
+
+def test_metadata_knows_the_load_as_torch_needs_it(tmp_path: Path) -> None:
+    path, _ = make_checkpoint(tmp_path)
+    reader = CheckpointReader(path)
+    metadata = reader.read_metadata()
+    assert metadata.storage_meta.load_id == reader.load_id
+    metadata.storage_meta = None  # as in those of torch before 2.3
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert CheckpointReader(path).read_metadata().storage_meta is None
+
+
+def test_only_local_files_are_mapped_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[bool] = []
+    load = torch.load
+
+    def watch(*args: Any, **options: Any) -> Any:
+        mapped.append(options["mmap"])
+        return load(*args, **options)
+
+    monkeypatch.setattr(torch, "load", watch)
+    torch.save(torch.arange(3), tmp_path / "file")
+    stored = get_path("memory://mapped/file")
+    stored.parent.mkdir(parents=True, exist_ok=True)
+    stored.write_bytes((tmp_path / "file").read_bytes())
+    for path, mmap in ((tmp_path / "file", False), (tmp_path / "file", True), (stored, True)):
+        assert load_pickled(path, trust=False, mmap=mmap).tolist() == [0, 1, 2]
+    assert mapped == [False, True, False]
+
+
+def test_reasons_are_one_line_without_torchs_advice() -> None:
+    assert get_reason(RuntimeError("first\nsecond")) == "RuntimeError: first"
+    assert get_reason(pickle.UnpicklingError("use weights_only=False")) == "UnpicklingError"
 
 
 def test_torch_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
