@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.planning import LENGTH, LLAMA, make_batch, make_trainer
+from helpers.planning import LENGTH, LLAMA, VOCABULARY, make_batch, make_trainer
 from helpers.ranks import run_ranks
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
@@ -26,10 +26,17 @@ LAYERS, FEW = 7, 4
 
 
 def simulate_layers(
-    layers: int, repetitions: int | None, config: FSDP2Config, *, length: int = LENGTH, **options: Any
+    layers: int,
+    repetitions: int | None,
+    config: FSDP2Config,
+    *,
+    length: int = LENGTH,
+    vocabulary: int = VOCABULARY,
+    **options: Any,
 ) -> Summary:
     optimizer = partial(torch.optim.AdamW, fused=True)
-    module = CausalLM(config={**LLAMA, "num_hidden_layers": layers}, optimizer=optimizer)
+    architecture = {**LLAMA, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    module = CausalLM(config=architecture, optimizer=optimizer)
     names: list[list[str]] = []
 
     def change(model: torch.nn.Module) -> None:
@@ -38,12 +45,9 @@ def simulate_layers(
             assert repetition == Repetition(0, 1, layers)
             names.extend(shorten(model, repetition, repetitions))
 
-    def run() -> Summary:
-        trainer = make_trainer(FSDP2Strategy(config=config, **options))
-        simulation = simulate(trainer, module, make_batch(length=length), world_size=4, change=change)
-        return summarize(simulation.recording, names)
-
-    return run_ranks(run, 1, group=False)[0]
+    trainer = make_trainer(FSDP2Strategy(config=config, **options))
+    simulation = simulate(trainer, module, make_batch(length=length), world_size=4, change=change)
+    return summarize(simulation.recording, names)
 
 
 def get_peaks(summary: Summary) -> dict[str, int]:
@@ -77,13 +81,17 @@ def test_all_but_a_few_are_left_out(blocks: Any) -> None:
         (LAYERS, FSDP2Config(), {"cp_size": 2, "dp_replicate_size": 2}),
         (16, FSDP2Config(fsdp2_backward_prefetch_depth=4), {"length": 24}),
         # backward needs most at its begin with few layers, for the logits, and at its end with many, for the gradients
-        (64, FSDP2Config(activation_checkpointing="full"), {"length": 24}),
+        (20, FSDP2Config(activation_checkpointing="full"), {"length": 24, "vocabulary": 1024}),
     ],
 )
 def test_a_few_layers_tell_of_many(layers: int, config: FSDP2Config, options: dict[str, Any]) -> None:
     few = get_few(config)
-    shorter, longer = (simulate_layers(layers, count, config, **options) for count in (few, few + 1))
-    told, whole = extrapolate(shorter, longer, layers - few), simulate_layers(layers, None, config, **options)
+
+    def run() -> list[Summary]:
+        return [simulate_layers(layers, count, config, **options) for count in (few, few + 1, None)]
+
+    [(shorter, longer, whole)] = run_ranks(run, 1, group=False)
+    told = extrapolate(shorter, longer, layers - few)
     assert shorter.peak_bytes < longer.peak_bytes < whole.peak_bytes
     assert get_peaks(told) == get_peaks(whole)
     for count in (count_flops, count_bytes, count_collectives):

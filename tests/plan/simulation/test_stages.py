@@ -41,9 +41,9 @@ TRAINED = Matrix(
 
 
 def plan_stages(ranks: int, strategy: Any, **options: Any) -> list[tuple[RankPlan, list[Call], Simulation]]:
-    """Simulate the first rank of each stage, each in a process of its own."""
+    """Simulate the first rank of each stage."""
 
-    def run(rank: int, boundary: Any) -> tuple[RankPlan, list[Call], Simulation]:
+    def plan_rank(rank: int, boundary: Any) -> tuple[RankPlan, list[Call], Simulation]:
         trainer = make_trainer(strategy(), **options)
         simulation = simulate(
             trainer, make_module(layers=4), make_batch(ROWS), world_size=ranks, rank=rank, boundary=boundary
@@ -51,14 +51,12 @@ def plan_stages(ranks: int, strategy: Any, **options: Any) -> list[tuple[RankPla
         calls = [(call.kind, len(call.group.ranks), call.bytes) for call in simulation.recording.collectives]
         return build_rank_plan(rank, simulation.recording, DEVICES["h100"], overlapped_axes=()), calls, simulation
 
-    stages = strategy().pp_size
-    first = run_ranks(lambda: run(0, None), 1, group=False)[0]
-    boundary = first[2].boundary
-    others = [
-        run_ranks(lambda r=r: run(r, boundary), 1, group=False)[0]
-        for r in range(ranks // stages, ranks, ranks // stages)
-    ]
-    return [first, *others]
+    def run() -> list[tuple[RankPlan, list[Call], Simulation]]:
+        first = plan_rank(0, None)
+        size = ranks // strategy().pp_size
+        return [first, *(plan_rank(rank, first[2].boundary) for rank in range(size, ranks, size))]
+
+    return run_ranks(run, 1, group=False)[0]
 
 
 def leave_out_numbers(calls: list[Call]) -> list[Call]:
