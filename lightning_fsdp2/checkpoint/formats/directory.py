@@ -406,11 +406,11 @@ def _get_size(tensors: dict[str, Any]) -> int:
     """
     size = 0
 
-    def add(tensor: Tensor) -> Tensor:
+    def add(tensor: Tensor) -> None:
         nonlocal size
         if isinstance(tensor, PiecewiseTensor):
             size += tensor.get_written_bytes()
-            return tensor
+            return
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         replicas = 1
         if isinstance(tensor, DTensor):
@@ -420,7 +420,6 @@ def _get_size(tensors: dict[str, Any]) -> int:
         elif dist.is_initialized():
             replicas = dist.get_world_size()
         size += local.nbytes // replicas
-        return tensor
 
     map_tensors(add, tensors)
     return size

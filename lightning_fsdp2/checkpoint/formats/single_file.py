@@ -147,10 +147,5 @@ def _detach(gathered: dict[str, Any], trust: bool) -> dict[str, Any]:
 
 def _get_sizes(checkpoint: dict[str, Any]) -> list[int]:
     sizes: list[int] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    map_tensors(add, checkpoint)
+    map_tensors(lambda tensor: sizes.append(tensor.nbytes), checkpoint)
     return sizes

@@ -18,10 +18,14 @@ from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, load_checkpoint, save_checkpoint
+from lightning_fsdp2.checkpoint.files import storage
+from lightning_fsdp2.checkpoint.formats import directory
+from lightning_fsdp2.checkpoint.formats.directory import read_directory
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -117,6 +121,59 @@ def test_numbers_of_numpy_in_an_optimizer_are_saved_as_plain_ones(tmp_path: Path
     other = torch.optim.SGD(model.parameters(), lr=1.0)
     load_checkpoint(tmp_path / "x.ckpt", model, other)
     assert other.param_groups[0]["lr"] == 0.25
+
+
+def test_tensors_are_read_as_the_model_holds_them(tmp_path: Path) -> None:
+    path, name = tmp_path / "a.ckpt", "model.layers.1.mlp.up_proj.weight"
+
+    def run() -> None:
+        model = make_model(2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer, 0)
+        save_checkpoint(path, model, optimizer)
+        own = model.state_dict()
+        assert own[name].placements == (Replicate(), Shard(0))
+        read = read_directory(path, model, in_place=True)
+        assert read["state_dict"].keys() == own.keys()
+        for key, value in read["state_dict"].items():
+            assert value.to_local().data_ptr() == own[key].to_local().data_ptr()
+        for key, states in read["optimizer_states"][0]["state"].items():
+            for state in (states["exp_avg"], states["exp_avg_sq"]):
+                assert (state.device_mesh, state.placements) == (own[key].device_mesh, own[key].placements)
+            assert states["exp_avg"].to_local().equal(optimizer.state[model.get_parameter(key)]["exp_avg"].to_local())
+
+        read = read_directory(path, model, with_optimizers=False)
+        assert "optimizer_states" not in read
+        copied = read["state_dict"][name]
+        assert copied.to_local().data_ptr() != own[name].to_local().data_ptr()
+        assert (copied.placements, copied.full_tensor().equal(own[name].full_tensor())) == (own[name].placements, True)
+
+    run_ranks(run, 2)
+
+
+def test_the_free_space_is_compared_with_what_all_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[int]:
+        sizes: list[int] = []
+        monkeypatch.setattr(directory, "check_free_space", lambda path, size: sizes.append(size))
+        model = nn.ModuleDict(
+            {"sharded": nn.Linear(100, 50), "replicas": nn.Linear(100, 50), "plain": nn.Linear(50, 6)}
+        )
+        fully_shard(model["sharded"], mesh=init_device_mesh("cpu", (2,)))
+        replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model["replicas"], mesh=replicas)
+        save_checkpoint(tmp_path / "a.ckpt", model)
+        return sizes
+
+    [size], other = run_ranks(run, 2)
+    tensors = 4 * (2 * (100 * 50 + 50) + 50 * 6 + 6)
+    assert size == tensors + (tmp_path / "a.ckpt" / "meta.pt").stat().st_size
+    assert other == []
+
+
+def test_objects_are_warned_of_in_a_plain_loop_too(tmp_path: Path) -> None:
+    storage._warn_of_types.cache_clear()
+    with pytest.warns(UserWarning, match=r"hold objects .*pathlib\.PosixPath.* in a plain loop, load with"):
+        save_checkpoint(tmp_path / "a.ckpt", nn.Linear(2, 2), extra=tmp_path)
 
 
 class Remembers(nn.Linear):

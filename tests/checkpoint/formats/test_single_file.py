@@ -11,9 +11,12 @@ import torch
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
 from helpers.user_modules import WIDTH, Normalized, make_trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Strategy
+from lightning_fsdp2.checkpoint.formats.single_file import gather_whole, read_file, write_file
+from lightning_fsdp2.checkpoint.state import get_optimizer_state
 from lightning_fsdp2.strategies import checkpoint_io
 
 
@@ -73,3 +76,46 @@ def test_what_cannot_be_copied_is_an_error_on_every_rank(tmp_path: Path) -> None
 
     run_ranks(run, 2)
     assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_optimizer_states_have_numbers_as_those_of_torch(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    options = {"lists": [1]}
+    checkpoint = {
+        "state_dict": model.state_dict(),
+        "optimizer_states": [get_optimizer_state(model, optimizer)],
+        "options": options,
+    }
+    gathered = gather_whole(checkpoint, None, copies=False)
+    options["lists"].append(2)  # after the save has begun
+    write_file(tmp_path / "a.ckpt", gathered)
+    read = read_file(tmp_path / "a.ckpt")
+    assert read["options"] == {"lists": [1]}
+    [state], expected = read["optimizer_states"], optimizer.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    assert all(state["state"][0][key].equal(value) for key, value in expected["state"][0].items())
+    assert "optimizer_states" not in gather_whole({"state_dict": model.state_dict()}, None, copies=False)
+
+
+def test_a_file_may_have_other_forms(tmp_path: Path) -> None:
+    path, weights = tmp_path / "a.ckpt", {"weight": torch.ones(1)}
+    for content, expected in (
+        (weights, {"state_dict": weights}),
+        ({"state_dict": weights, "epoch": 1}, {"state_dict": weights, "epoch": 1}),
+        ({"state_dict": weights, "optimizer_states": [1]}, {"state_dict": weights, "optimizer_states": [1]}),
+        (
+            {"state_dict": weights, "optimizer_1": 1, "optimizer_0": 0},  # of Lightning's `consolidate_checkpoint`
+            {"state_dict": weights, "optimizer_states": [0, 1]},
+        ),
+    ):
+        torch.save(content, path)
+        assert read_file(path) == expected
+        assert read_file(path, with_optimizers=False).keys() == expected.keys() - {"optimizer_states"}
+    for content in ({}, {"epoch": 1}, {"state_dict": 3}, [weights], torch.ones(2)):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match="is not a checkpoint: it is neither a plain"):
+            read_file(path)
