@@ -24,6 +24,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: venv ## Train a small model on this machine
 	$(BIN)/lightning-fsdp2 quickstart $(ARGS)
 
+# Ranks are forks; huge pages, where the system grants them on request, make a fork of a large process cheaper.
+test test-changed test-all matrices: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+
 test: venv ## Run the tests that every change must pass
 	$(BIN)/python tools/run_tests.py fast $(ARGS)
 

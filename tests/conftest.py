@@ -12,17 +12,28 @@ import benchmarks.gpu  # noqa: F401  first, since it keeps transformers from imp
 # isort: split
 import datasets  # noqa: F401  half of the time of a command line that reads data
 import lightning.pytorch  # noqa: F401
+import megatron_fsdp  # noqa: F401
 import peft  # noqa: F401
 import pytest
 import torch
 import torch._inductor.compile_fx  # a second of each rank that compiles, with whatever backend
+import torch.profiler._cupti_monitor
+import torch.utils.serialization.config
+import transformers.models.gemma3.modeling_gemma3
 import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.models.llama.modeling_llama
+import transformers.models.mixtral.modeling_mixtral
+import transformers.models.qwen3.modeling_qwen3
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+from helpers.limits import pytest_runtest_setup, pytest_runtest_teardown  # noqa: F401
 from torch._dynamo.utils import counters
 
 import lightning_fsdp2
 import lightning_fsdp2.cli.app
 from lightning_fsdp2.parallel.layers.compile import apply_compile
+
+if not torch.backends.cuda.is_built():
+    import torchao.quantization  # noqa: F401  which would start CUDA, after which processes cannot be forked
 
 torch.set_num_threads(1)
 

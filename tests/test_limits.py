@@ -20,8 +20,7 @@ def test_it_fails(mark: str, body: str, failures: int, tmp_path: Path, monkeypat
 
 
 def test_a_slow_machine_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "measure_slowness", lambda: 100.0)
-    assert run_test("", SPIN, tmp_path, monkeypatch).failures == 0
+    assert run_test("", SPIN, tmp_path, monkeypatch, slowness=100.0).failures == 0
 
 
 class Result:
@@ -37,8 +36,9 @@ class Result:
             self.failures += 1
 
 
-def run_test(mark: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+def run_test(mark: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch, slowness: float = 1.0) -> Result:
     monkeypatch.setattr(limits, "LIMIT_SECONDS", 0.04)
+    monkeypatch.setattr(limits, "measure_slowness", lambda: slowness)
     path = folder / f"test_{folder.name}.py"  # Python keeps imported files by their names
     path.write_text(f"import pytest, subprocess, sys, time\n{mark}\ndef test_it():\n    {body}")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: .\n    release: .\n")

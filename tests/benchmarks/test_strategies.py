@@ -48,6 +48,7 @@ def runs(rows: list[dict[str, str]]) -> dict[str, dict[str, str]]:
     return {row["strategy"]: row for row in rows if "strategy" in row}
 
 
+@pytest.mark.slow
 def test_every_strategy_has_a_row(runs: dict[str, dict[str, str]]) -> None:
     assert list(runs) == [FSDP2, MEGATRON_FSDP, DDP, LIGHTNING_DDP, MODEL_PARALLEL]
     assert [cell for cell in runs.pop(MEGATRON_FSDP).values() if cell] == [MEGATRON_FSDP, NOT_RUN]
@@ -60,6 +61,7 @@ TOLD = {FSDP2: 1, DDP: 1, MODEL_PARALLEL: 0, LIGHTNING_DDP: 0}
 """On the host, whether the job must end; Lightning has a broadcast for it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [FSDP2, MODEL_PARALLEL])
 def test_sharding_gathers_each_unit_and_scatters_its_gradients(runs: dict[str, dict[str, str]], strategy: str) -> None:
     # the embedding is tied to the head; they and the last layer stay gathered for backward
@@ -69,6 +71,7 @@ def test_sharding_gathers_each_unit_and_scatters_its_gradients(runs: dict[str, d
     assert float(runs[strategy]["all-reduces"]) == TOLD[strategy]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [DDP, LIGHTNING_DDP])
 def test_replicas_reduce_each_bucket(runs: dict[str, dict[str, str]], strategy: str) -> None:
     # torch closes the first bucket at 1 MiB, the others at 25
@@ -77,6 +80,7 @@ def test_replicas_reduce_each_bucket(runs: dict[str, dict[str, str]], strategy: 
     assert float(runs[strategy]["all-gathers"]) == float(runs[strategy]["reduce-scatters"]) == 0
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds(runs: dict[str, dict[str, str]]) -> None:
     replica = 4 * 4 * PARAMETERS / MIB  # float32 weights, gradients, two moments
     shares = {FSDP2: 2, MODEL_PARALLEL: 2, DDP: 1, LIGHTNING_DDP: 1}
@@ -87,6 +91,7 @@ def test_what_a_rank_holds(runs: dict[str, dict[str, str]]) -> None:
         assert 0.75 * replica < float(runs[strategy]["checkpoint MiB"]) < replica
 
 
+@pytest.mark.slow
 def test_ratios_are_of_like_to_like(rows: list[dict[str, str]]) -> None:
     ratios = [(row["ratio"], row["of"]) for row in rows if "ratio" in row]
     pairs = [(FSDP2, MODEL_PARALLEL), (DDP, LIGHTNING_DDP), (MODEL_PARALLEL, LIGHTNING_DDP)]

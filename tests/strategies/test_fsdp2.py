@@ -219,25 +219,26 @@ def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
     ("world_size", "dp_replicate_size", "all_reduces_per_step"),
     [pytest.param(2, 1, 0, id="dp2"), pytest.param(4, 2, 1, id="hsdp2x2")],
 )
+@pytest.mark.parametrize("defer", [True, False])
 def test_accumulation_communicates_no_gradient_that_can_wait(
-    world_size: int, dp_replicate_size: int, all_reduces_per_step: int
+    defer: bool, world_size: int, dp_replicate_size: int, all_reduces_per_step: int
 ) -> None:
     accumulate, steps = 3, 2
+    reduce_scatters_per_step = 1 if defer else accumulate
     batches = make_batches(steps * accumulate * world_size)
 
     def run() -> None:
         expected = Regressor()
         train_alone(expected, batches, steps=steps, window=accumulate * world_size)
-        for defer, reduce_scatters_per_step in ((True, 1), (False, accumulate)):
-            config = FSDP2Config(defer_fsdp_grad_sync=defer)
-            strategy = FSDP2Strategy(dp_replicate_size=dp_replicate_size, config=config)
-            module = Regressor()
-            with count_collectives() as counts:
-                trainer = make_trainer(strategy, max_steps=steps, accumulate_grad_batches=accumulate)
-                trainer.fit(module, make_loader(batches))
-            assert counts["reduce_scatter"] == steps * reduce_scatters_per_step * REGRESSOR_UNITS
-            assert counts["all_reduce"] == steps * all_reduces_per_step * REGRESSOR_UNITS
-            assert_same_weights(module, expected)
+        config = FSDP2Config(defer_fsdp_grad_sync=defer)
+        strategy = FSDP2Strategy(dp_replicate_size=dp_replicate_size, config=config)
+        module = Regressor()
+        with count_collectives() as counts:
+            trainer = make_trainer(strategy, max_steps=steps, accumulate_grad_batches=accumulate)
+            trainer.fit(module, make_loader(batches))
+        assert counts["reduce_scatter"] == steps * reduce_scatters_per_step * REGRESSOR_UNITS
+        assert counts["all_reduce"] == steps * all_reduces_per_step * REGRESSOR_UNITS
+        assert_same_weights(module, expected)
 
     run_ranks(run, world_size)
 
