@@ -1,6 +1,8 @@
 """Imports what the forked ranks would otherwise import one by one, and keeps the parent free of threads."""
 
+import logging
 import os
+import warnings
 from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,7 +14,6 @@ import benchmarks.gpu  # noqa: F401  first, since it keeps transformers from imp
 # isort: split
 import datasets  # noqa: F401  half of the time of a command line that reads data
 import lightning.pytorch  # noqa: F401
-import megatron_fsdp  # noqa: F401
 import peft  # noqa: F401
 import pytest
 import torch
@@ -32,8 +33,14 @@ import lightning_fsdp2
 import lightning_fsdp2.cli.app
 from lightning_fsdp2.parallel.layers.compile import apply_compile
 
-if not torch.backends.cuda.is_built():
-    import torchao.quantization  # noqa: F401  which would start CUDA, after which processes cannot be forked
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # both tell of kernels for GPUs that they did not find
+    import megatron_fsdp  # noqa: F401
+
+    if not torch.backends.cuda.is_built():
+        import torchao.quantization  # noqa: F401  which would start CUDA, after which processes cannot be forked
+    logging.disable(logging.NOTSET)
 
 torch.set_num_threads(1)
 
