@@ -1,5 +1,8 @@
 """Optimizer states that are given back to an optimizer which holds its parameters otherwise."""
 
+import warnings
+
+import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_ranks
@@ -38,9 +41,37 @@ def test_an_optimizer_keeps_the_order_and_the_names_of_its_own_parameters() -> N
     saving.step()
     state = get_optimizer_state(model, saving)
     assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
-    loading = torch.optim.AdamW(list(model.named_parameters())[::-1], lr=0.5)
-    set_optimizer_state(model, loading, state)
+    loading = torch.optim.AdamW(list(model.named_parameters())[::-1], lr=0.5, eps=1e-6)
+    with pytest.warns(UserWarning, match="AdamW goes on with eps=1e-08 of the checkpoint, not with eps=1e-06 of"):
+        set_optimizer_state(model, loading, state)
     assert loading.param_groups[0]["param_names"] == ["bias", "weight"]
     assert loading.param_groups[0]["lr"] == 1e-3
     for parameter in model.parameters():
         assert torch.equal(loading.state[parameter]["exp_avg"], saving.state[parameter]["exp_avg"])
+
+
+def test_an_optimizer_that_has_made_steps_goes_back_without_a_warning() -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = get_optimizer_state(model, optimizer)
+    optimizer.param_groups[0]["eps"] = 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_optimizer_state(model, optimizer, state)
+    assert optimizer.param_groups[0]["eps"] == 1e-8
+
+
+def test_a_state_of_torch_may_have_no_names_or_those_in_a_part_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    for parameters in (model.parameters(), model[0].named_parameters()):
+        saving = torch.optim.AdamW(parameters)
+        model(torch.ones(1, 2)).sum().backward()
+        saving.step()
+        saving.state["of the optimizer"] = {"count": 3}  # and of no parameter
+        loading = torch.optim.AdamW(model.parameters())
+        set_optimizer_state(model, loading, saving.state_dict())
+        assert loading.state["of the optimizer"] == {"count": 3}
+        for parameter in model.parameters():
+            assert torch.equal(loading.state[parameter]["exp_avg"], saving.state[parameter]["exp_avg"])

@@ -29,6 +29,7 @@ from lightning_fsdp2 import (
 from lightning_fsdp2.checkpoint import verify as verify_module
 from lightning_fsdp2.checkpoint.files import storage
 from lightning_fsdp2.checkpoint.files.chunks import Chunk
+from lightning_fsdp2.checkpoint.verify import verify_alone
 
 DATA = "__0_0.distcp"
 
@@ -265,7 +266,10 @@ def test_a_single_file_is_verified_by_its_own_checksums(tmp_path: Path) -> None:
     path = tmp_path / "file.ckpt"
     torch.save({"state_dict": nn.Linear(64, 64).state_dict()}, path)
     assert "CRC-32" in verify_checkpoint(path)[0]
+    verify_alone(path)
     flip_bit(path, path.stat().st_size // 2)
+    with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
+        verify_alone(path)
     with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):
         verify_checkpoint(path)
     with pytest.raises(ValueError, match=r"damaged: file\.ckpt"):

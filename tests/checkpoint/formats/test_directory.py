@@ -130,6 +130,8 @@ def test_tensors_are_read_as_the_model_holds_them(tmp_path: Path) -> None:
         model = make_model(2)
         optimizer = torch.optim.AdamW(model.parameters())
         step(model, optimizer, 0)
+        for state in optimizer.state.values():
+            state["rows"] = torch.arange(4.0)  # of another shape than the parameter
         save_checkpoint(path, model, optimizer)
         own = model.state_dict()
         assert own[name].placements == (Replicate(), Shard(0))
@@ -138,6 +140,8 @@ def test_tensors_are_read_as_the_model_holds_them(tmp_path: Path) -> None:
         for key, value in read["state_dict"].items():
             assert value.to_local().data_ptr() == own[key].to_local().data_ptr()
         for key, states in read["optimizer_states"][0]["state"].items():
+            assert type(states["rows"]) is Tensor
+            assert states["rows"].tolist() == [0, 1, 2, 3]
             for state in (states["exp_avg"], states["exp_avg_sq"]):
                 assert (state.device_mesh, state.placements) == (own[key].device_mesh, own[key].placements)
             assert states["exp_avg"].to_local().equal(optimizer.state[model.get_parameter(key)]["exp_avg"].to_local())
