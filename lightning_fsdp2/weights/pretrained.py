@@ -178,6 +178,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
+    model.to(dtype)  # the loader converts each tensor to the dtype that it has in the model
     conversions = get_model_conversion_mapping(model)
     files = _open_files(Path(folder))
     wanted = {tied for name in names for tied in _get_tied_names(model, name)}

@@ -4,6 +4,8 @@
 Trainer; here the files and the model differ.
 """
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,21 +14,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.memory import get_peak_memory, reset_peak_memory
-from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.models import ENCODER, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import make_config, whole
 from helpers.ranks import RankError, run_ranks
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from lightning_fsdp2 import create_device_mesh, export_hf, save_checkpoint
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
-from lightning_fsdp2.weights import adapters
-from lightning_fsdp2.weights.pretrained import get_weight_files, load_pretrained, set_pretrained
+from lightning_fsdp2.weights import adapters, pretrained
+from lightning_fsdp2.weights.pretrained import (
+    get_folder_fingerprint,
+    get_weight_files,
+    load_pretrained,
+    read_pretrained,
+    set_pretrained,
+)
 
 FILES = 9
 CPU = torch.device("cpu")
@@ -44,6 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def save_weights(folder: Path, weights: dict[str, Tensor]) -> Path:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def build_on_meta(
@@ -135,6 +149,32 @@ def test_a_file_of_the_index_that_is_missing_is_named(folder: Path, tmp_path: Pa
     run_ranks(run, 1, group=False)
 
 
+def test_a_fingerprint_is_of_names_shapes_dtypes_and_first_bytes_in_any_files(tmp_path: Path) -> None:
+    numbers = torch.arange(32.0)  # 128 bytes, of which 64 count
+    tensors = {"a": numbers, "b": torch.zeros(2), "c": torch.ones(2)}
+
+    def get(tensors: dict[str, Tensor]) -> str:
+        return get_folder_fingerprint(save_weights(tmp_path, tensors))
+
+    fingerprint = get(tensors)
+    assert get({**tensors, "a": torch.where(numbers < 16, numbers, 0)}) == fingerprint
+    others = [
+        {**tensors, "a": torch.where(numbers < 15, numbers, 0)},
+        {**tensors, "b": torch.zeros(1, 2)},
+        {**tensors, "b": torch.zeros(2, dtype=torch.int32)},
+        {**tensors, "b": torch.tensor([0.0, 1.0])},
+        {"a": numbers, "b": torch.zeros(2), "d": torch.ones(2)},
+        {"a": numbers, "b": torch.zeros(2)},
+    ]
+    assert len({fingerprint, *map(get, others)}) == 7
+    (tmp_path / "model.safetensors").unlink()
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in tensors}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert get_folder_fingerprint(tmp_path) == fingerprint
+
+
 # ---------------------------------------------------------------------- into shards
 
 
@@ -207,6 +247,48 @@ def test_weights_take_the_dtype_of_the_model(
     run_ranks(run, 2)
 
 
+def test_some_weights_are_read_whole_without_the_others(folder: Path) -> None:
+    def build(**changes: Any) -> nn.Module:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(make_config({**LLAMA, **changes}))
+
+    stored = read_weights(folder)
+    model, names = build(), ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
+    found = read_pretrained(model, folder, names, torch.bfloat16)
+    assert {name for name, parameter in model.named_parameters() if not parameter.is_meta} == set(names)
+    assert found.keys() == set(names)
+    assert_equal_weights(found, {name: stored[name].bfloat16() for name in names})
+    # either of two tied weights stands for both
+    tied = read_pretrained(build(tie_word_embeddings=True), folder, ["lm_head.weight"], torch.float32)
+    assert tied.keys() == {"lm_head.weight"}
+    names = ["model.norm.weight", "model.layers.3.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.3\.mlp\.up_proj\.weight; give the directory"):
+        read_pretrained(build(num_hidden_layers=4), folder, names, torch.float32)
+
+
+def test_a_file_stays_mapped_for_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapping it for each tensor would take long, and mapped pages stay in memory."""
+    files = [tmp_path / "first.safetensors", tmp_path / "second.safetensors"]
+    for file in files:
+        save_file({name: torch.arange(8.0) for name in "abcdef"}, file)
+    mapped = []
+
+    def map_file(file: str, **options: Any) -> Any:
+        mapped.append(Path(file))
+        return safe_open(file, **options)
+
+    monkeypatch.setattr(pretrained, "safe_open", map_file)
+    monkeypatch.setattr(pretrained._Reader, "_MOST_BYTES", 3 * 32)
+    reader = pretrained._Reader()
+    first, second = map(str, files)
+    for name in "abcdef":
+        assert torch.equal(reader.read(first, name, slice(2, 4)), torch.tensor([2.0, 3.0]))
+    assert mapped == [files[0]] * 2
+    for file in (first, first, second, second, first):
+        reader.read(file, "a", slice(None))
+    assert mapped[2:] == [files[0], files[1], files[0]]
+
+
 # ---------------------------------------------------------------------- files and model differ
 
 
@@ -224,7 +306,13 @@ def test_weights_that_the_model_lacks_are_left_in_the_files(folder: Path) -> Non
 
 
 def test_weights_that_the_files_lack_are_initialised_as_transformers_does(folder: Path) -> None:
-    def run() -> None:
+    """And are named in one report, that of the first rank."""
+
+    def run() -> list[str]:
+        reports: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
+        transformers_logging.add_handler(handler)
         model = shard(build_with_new_parts(folder, num_labels=40))
         weights = whole(model.state_dict())
         new = {name: tensor for name, tensor in weights.items() if name == "score.weight" or ".layers.3." in name}
@@ -237,8 +325,11 @@ def test_weights_that_the_files_lack_are_initialised_as_transformers_does(folder
             else:  # `initializer_range` of a LlamaConfig is 0.02
                 assert tensor.mean().abs() < 0.005, name
                 assert 0.016 < tensor.std() < 0.024, name
+        return reports
 
-    run_ranks(run, 2)
+    first, second = run_ranks(run, 2)
+    assert "score.weight" in "".join(first)
+    assert second == []
 
 
 @pytest.mark.guarantees("missing-weights")
@@ -266,11 +357,6 @@ def test_a_tensor_of_another_shape_is_named_with_the_folder(folder: Path) -> Non
         assert str(folder) in str(raised.value)
 
     run_ranks(run, 2)
-
-
-def save_weights(folder: Path, weights: dict[str, Tensor]) -> Path:
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.mark.guarantees("missing-weights")
@@ -319,6 +405,20 @@ def test_tied_weights_that_the_files_hold_twice_must_be_equal(folder: Path, tmp_
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
     run_ranks(run, 2)
+
+
+def test_each_tie_that_the_files_contradict_is_named(tmp_path: Path) -> None:
+    """Also after one of which the files hold only one weight, as they do by default."""
+    config = make_config({"model_type": "bert", "vocab_size": VOCABULARY, **ENCODER})
+    bert = AutoModelForMaskedLM.from_config(config)
+    assert [*bert.all_tied_weights_keys] == ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"]
+    bert.save_pretrained(tmp_path)
+    save_weights(tmp_path, {**read_weights(tmp_path), "cls.predictions.decoder.bias": torch.ones(VOCABULARY)})
+    with torch.device("meta"):
+        model = AutoModelForMaskedLM.from_config(config)
+    set_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match=r"ties cls\.predictions\.decoder\.bias to .* different values"):
+        load_pretrained(model, CPU)
 
 
 def test_weights_that_a_module_would_compute_without_are_listed(folder: Path, tmp_path: Path) -> None:
