@@ -39,7 +39,8 @@ def build(folder: Path, targets: list[str]) -> Any:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(make_config(LLAMA))
         set_pretrained(base, folder / "base")
-        adapted = get_peft_model(base, LoraConfig(r=3, target_modules=targets))
+        adapted: Any = get_peft_model(base, LoraConfig(r=3, target_modules=targets))
+    adapted.peft_config["default"].init_lora_weights = "pissa"  # no stage can, and need not, initialise it like this
     set_adapter_weights(adapted, folder / "adapter")
     return adapted
 

@@ -23,6 +23,7 @@ from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallel.tensor import parameters as tp_parameters
+from lightning_fsdp2.weights import pretrained_shards
 from lightning_fsdp2.weights.pretrained import _StoredTensor
 
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
@@ -206,6 +207,27 @@ def test_the_environment_is_only_changed_while_tensors_are_read_whole(
 
     for before in (None, "0"):
         run_ranks(run, 2, "HF_DEACTIVATE_ASYNC_LOAD", before)
+
+
+def test_weights_are_converted_on_the_host_if_they_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator may lack the memory for them."""
+    save("olmo_hybrid", tmp_path)
+    load_tensors, placed = pretrained_shards.load_tensors, {}
+
+    def look(model: Any, tensors: Any, config: Any) -> Any:
+        placed.update(config.device_map)
+        return load_tensors(model, tensors, config)
+
+    monkeypatch.setattr(pretrained_shards, "load_tensors", look)
+
+    def run() -> dict[str, Any]:
+        shard(from_pretrained(tmp_path))
+        return placed
+
+    concatenated = "model.layers.0.linear_attn.conv1d.weight"
+    assert run_ranks(run, 2) == [{"": torch.device("cpu"), concatenated: "cpu"}] * 2
 
 
 def test_what_the_files_lack_is_initialised_in_shards(tmp_path: Path) -> None:
