@@ -25,8 +25,10 @@ from transformers import (
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.labels import shift_left
+from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import (
     activate_context_parallel,
+    apply_context_parallel,
     deactivate_context_parallel,
     gather_sequence,
     shard_sequence,
@@ -166,6 +168,10 @@ def test_unpacked_batches_need_not_be_looked_at() -> None:
         assert model(**batch).loss.item() == pytest.approx(expected.item(), abs=1e-5)
         with pytest.raises(RuntimeError, match="position_ids restart"):
             model(**batch, position_ids=torch.arange(LENGTH)[None] % 5)
+        packed = {**batch, "position_ids": torch.arange(LENGTH)[None] % 5, "use_cache": False}
+        model = make_model()  # which nobody called unpacked
+        apply_context_parallel(find_structure(model), dist.group.WORLD)
+        assert model(**packed).loss.item() == pytest.approx(make_model()(**packed).loss.item(), abs=1e-5)
 
     run_ranks(run, 2)
 
@@ -462,9 +468,10 @@ class Recurrence(nn.Module):
         return hidden_states + self.weight * hidden_states.roll(1, 1), None
 
 
-def make_recurrent() -> nn.Module:
+def make_recurrent(layers: tuple[int, ...] = (1,)) -> nn.Module:
     model = make_model()
-    model.model.layers[1].self_attn = Recurrence()
+    for layer in layers:
+        model.model.layers[layer].self_attn = Recurrence()
     return model
 
 
@@ -478,11 +485,16 @@ def make_recurrent() -> nn.Module:
             lambda model: model(**make_batch()),
             "has a layer, LlamaDecoderLayer, that calls no attention",
         ),
+        (
+            partial(make_recurrent, (0, 1, 2)),
+            lambda model: model(**make_batch()),
+            "has a layer, LlamaDecoderLayer, that calls no attention",
+        ),
         (make_registering, lambda model: model(**make_batch()), "has 9 queries and 9 keys, but"),
         (make_roberta, lambda model: model(**make_batch()), "pass position_ids"),
         (partial(make_model, "doge"), lambda model: model(**make_batch()), "uses its attention mask as a tensor"),
     ],
-    ids=["no-shift-labels", "recurrence", "register", "positions", "mask-of-its-own"],
+    ids=["no-shift-labels", "recurrence", "recurrences-only", "register", "positions", "mask-of-its-own"],
 )
 def test_models_that_turn_out_unfit_are_refused_in_the_first_forward(
     make: Callable[[], nn.Module], call: Callable[[nn.Module], Any], message: str

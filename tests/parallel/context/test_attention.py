@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import StepCounter
+from helpers.models import LLAMA, make_causal_lm
 from helpers.ranks import run_ranks
 from torch import Tensor
 from transformers.masking_utils import (
@@ -14,13 +15,14 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
+    create_causal_mask,
     padding_mask_function,
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
 
 from lightning_fsdp2.parallel.context import attention as cp_attention
-from lightning_fsdp2.parallel.context.attention import run_sharded
+from lightning_fsdp2.parallel.context.attention import install_attention, run_sharded
 
 LENGTH = 64
 
@@ -32,10 +34,12 @@ def _nothing_known() -> Iterator[None]:
     cp_attention._find_window_once.cache_clear()
 
 
+OPTIONS: dict[str, Any] = {"batch_size": 1, "documents": None, "padding": None, "method": "allgather"}
+
+
 def get_window(make_function: Callable[[], Any], length: int = LENGTH) -> tuple[int | None, int]:
     """The window that is found, and how many operations it took."""
-    options: dict[str, Any] = {"batch_size": 1, "documents": None, "padding": None, "method": "allgather"}
-    with run_sharded("A model", torch.arange(length), group=dist.group.WORLD, **options), StepCounter() as counter:
+    with run_sharded("A model", torch.arange(length), group=dist.group.WORLD, **OPTIONS), StepCounter() as counter:
         running = cp_attention._running.get()
         assert running is not None
         window = cp_attention._get_window(make_function(), running)
@@ -102,5 +106,23 @@ def test_other_masks_are_refused_every_time(make_function: Callable[[], Any]) ->
         for _ in range(2):
             with pytest.raises(ValueError, match="cp_size=1: the attention mask of A model is neither causal nor"):
                 get_window(make_function)
+
+    run_ranks(run, 1)
+
+
+def test_models_compute_what_they_did_outside_of_a_split_forward_and_own_masks_are_refused_inside() -> None:
+    def run() -> None:
+        model = make_causal_lm(LLAMA)
+        tokens = torch.arange(3, 11)[None]
+        mask = {"inputs_embeds": torch.zeros(1, 8, 32), "attention_mask": None, "past_key_values": None}
+        sees_no_more = {"or_mask_function": lambda batch, head, query, key: query < 0}
+        expected = model(tokens).logits
+        install_attention(model.config)
+        assert torch.equal(model(tokens).logits, expected)
+        create_causal_mask(model.config, **mask, **sees_no_more)
+        with run_sharded("A model", torch.arange(8), group=dist.group.WORLD, **OPTIONS):
+            create_causal_mask(model.config, **mask)
+            with pytest.raises(ValueError, match="A model modifies the causal mask with its own function"):
+                create_causal_mask(model.config, **mask, **sees_no_more)
 
     run_ranks(run, 1)
