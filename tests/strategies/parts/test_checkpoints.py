@@ -1,6 +1,7 @@
 """Checkpoints through the Trainer: written beside training, by Lightning's own callbacks, on all ranks or explained."""
 
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -454,15 +455,25 @@ def test_links_of_the_user_keep_what_they_point_to_and_names_that_are_written_ag
             warnings.simplefilter("always")
             module = fit(trainer)
         assert any("is not removed" in str(warning.message) for warning in caught) == trainer.is_global_zero
-        # a removal that waits for the link to move, of a name that is then written again
-        trainer.strategy.remove_checkpoint(tmp_path / "step=3.ckpt")
-        trainer.save_checkpoint(tmp_path / "step=3.ckpt")
+        io, last = trainer.strategy.checkpoint_io, tmp_path / "last.ckpt"
+        first, third = tmp_path / "step=1.ckpt", tmp_path / "step=3.ckpt"
+        # a removal that waits for the link to move, of a name that is then written again, by the run or by the user
+        trainer.strategy.remove_checkpoint(third)
+        trainer.save_checkpoint(third)
+        io.link(first, last)
+        assert third.exists()
+        io.link(third, last)
+        trainer.strategy.remove_checkpoint(third)
+        io.link(first, last)
+        if trainer.is_global_zero:
+            shutil.copytree(first, third)
+        io.link(first, last)
         trainer.test(module, make_loader(), verbose=False)
 
     run_ranks(run, WORLD)
     assert names(tmp_path) == ["last.ckpt", "milestone.ckpt", "step=1.ckpt", "step=3.ckpt"]
-    assert os.readlink(milestone) == "step=1.ckpt"
-    verify_checkpoint(tmp_path / "last.ckpt")
+    assert os.readlink(milestone) == os.readlink(tmp_path / "last.ckpt") == "step=1.ckpt"
+    verify_checkpoint(tmp_path / "step=3.ckpt")
 
 
 def test_a_later_run_without_links_keeps_what_the_last_one_points_to(tmp_path: Path) -> None:
