@@ -312,6 +312,8 @@ def test_only_training_needs_the_wrapper() -> None:
         module, trainer = Regressor(), make_trainer(DDPStrategy())
         trainer.fit(module, loader)
         assert trainer.strategy.model is module
+        with pytest.raises(RuntimeError, match="wrapped in DDP only during a fit"):
+            _ = trainer.strategy.replica
         wrappers = [weakref.ref(found) for found in gc.get_objects() if isinstance(found, DistributedDataParallel)]
         gc.collect()
         assert not any(wrapper() for wrapper in wrappers)

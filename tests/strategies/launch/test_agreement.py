@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpo
 
 from lightning_fsdp2 import CheckpointConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.cli import main
+from lightning_fsdp2.strategies.launch import agreement
 from lightning_fsdp2.strategies.launch import process_groups as distributed
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
@@ -192,6 +193,13 @@ def test_a_folder_of_checkpoints_that_is_not_shared_is_refused(tmp_path: Path) -
             " or in an object store."
         )
     assert list((folder / "checkpoints").iterdir()) == []
+
+
+def test_a_file_is_looked_for_in_a_list_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of a network file system may know only from then on that the file exists."""
+    file = tmp_path / "file"
+    monkeypatch.setattr(os, "listdir", lambda folder: file.touch() if folder == tmp_path else [])
+    assert agreement._appears(file, timedelta(seconds=2))
 
 
 def test_a_shared_folder_is_left_as_it_was(tmp_path: Path) -> None:
