@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.models import LLAMA, make_token_batches
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 from helpers.user_modules import (
     PROMPT,
     WIDTH,
@@ -267,13 +267,28 @@ class ShardedByUser(Regressor):
             fully_shard(self, mesh=mesh)
 
 
+class ShardedOnMeta(ShardedByUser):
+    """Has no weights before it is sharded."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            self.to("meta")
+        super().configure_model()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.uniform_(self.scale)
+
+
 @pytest.mark.guarantees("self-sharded-modules")
-@pytest.mark.parametrize("extent", ["everything", "submodules"])
-def test_module_that_shards_itself(extent: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "extent"), [(ShardedByUser, "everything"), (ShardedByUser, "submodules"), (ShardedOnMeta, "everything")]
+)
+def test_module_that_shards_itself(kind: type[ShardedByUser], extent: str) -> None:
     batches = make_batches(2 * WORLD)
 
     def run() -> None:
-        module, expected = ShardedByUser(extent), ShardedByUser(extent)
+        module, expected = kind(extent), ShardedByUser(extent)
+        torch.manual_seed(ShardedByUser.seed)  # of weights that are drawn only now
         trainer = make_trainer()
         trainer.validate(module, make_loader(batches), verbose=False)
         trainer.fit(module, make_loader(batches))
@@ -291,6 +306,15 @@ def test_module_that_shards_only_a_part_of_itself_is_refused() -> None:
             make_trainer().fit(ShardedByUser("blocks"), make_loader(make_batches(4)))
 
     run_ranks(run, WORLD)
+
+
+def test_stages_of_a_module_that_shards_itself_are_refused() -> None:
+    def run() -> None:
+        trainer = make_trainer(FSDP2Strategy(pp_size=2))
+        trainer.fit(ShardedByUser("everything"), make_loader(make_batches(4)))
+
+    with raises_on_all_ranks(ValueError, match=r"pp_size=2: `configure_model` of ShardedByUser has sharded scale, but"):
+        run_ranks(run, WORLD)
 
 
 def test_flags_that_a_module_which_shards_itself_would_ignore_are_refused() -> None:

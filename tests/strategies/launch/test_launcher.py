@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.launchers import subprocess_script
 
 from lightning_fsdp2.strategies.launch import end_with_parent, launcher
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher, is_of_launcher
@@ -81,6 +82,7 @@ def test_a_rank_knows_who_started_it_and_is_waited_for(tmp_path: Path) -> None:
     def run() -> tuple[bool, list[str]]:
         own = launch(tmp_path, "time.sleep(0.5)", lambda own: None)
         own._wait_for_ranks()  # as at the end of the script
+        assert subprocess_script.subprocess is subprocess  # for launchers of Lightning's own
         return is_of_launcher(), [name for name in os.environ if name.startswith("LIGHTNING_FSDP2")]
 
     assert run_ranks(run, 1) == [(True, [])]
