@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks
 from helpers.recorder import Recorder
 from helpers.strategies import STRATEGIES
 from helpers.tracked_jobs import LENGTHS, finished_runs, make_batches, run_job
-from helpers.user_modules import Regressor, make_language_model, make_loader, make_trainer
+from helpers.user_modules import Regressor, RowRecorder, make_language_model, make_loader, make_trainer
 from helpers.user_modules import make_batches as make_regression_batches
 from helpers.wandb_reader import read_runs
 from lightning.pytorch import Callback
@@ -192,7 +192,18 @@ def test_a_step_is_one_row(fails_at: int | None, tmp_path: Path, monkeypatch: py
     assert measuring <= rows[-1].keys()
 
 
-@pytest.mark.slow
+class LogsLoss(RowRecorder):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def make_tokens(*lengths: int) -> DataLoader[Any]:
+    batches: Any = [{"input_ids": torch.ones(1, length)} for length in lengths]
+    return DataLoader(batches, batch_size=None)
+
+
 def test_a_row_is_written_before_the_next_batch_and_before_a_validation() -> None:
     class Looks(Callback):
         def __init__(self) -> None:
@@ -207,11 +218,23 @@ def test_a_row_is_written_before_the_next_batch_and_before_a_validation() -> Non
         looks = Looks()
         options = {"log_every_n_steps": 1, "max_steps": 2, "val_check_interval": 2, "num_sanity_val_steps": 0}
         trainer = make_trainer(logger=Recorder(), callbacks=[looks], **options)
-        loader = make_loader(make_token_batches(4))
-        trainer.fit(make_language_model(), loader, loader)
+        trainer.fit(LogsLoss(), make_tokens(1, 1), make_tokens(1))
         return looks.seen
 
-    assert STRATEGIES["fsdp2"].run(run, 2)[0] == [[], [0], [0, 1], [0, 1]]
+    assert run_ranks(run, 1) == [[[], [0], [0, 1], [0, 1]]]
+
+
+def test_an_epoch_is_logged_with_all_of_its_tokens() -> None:
+    """Also with those of steps that are not logged."""
+
+    def run() -> Any:
+        recorder = Recorder()
+        make_trainer(logger=recorder, log_every_n_steps=2, max_epochs=1).fit(LogsLoss(), make_tokens(2, 3, 4))
+        return recorder.rows
+
+    (rows,) = run_ranks(run, 1)
+    assert {step: row["train/total_tokens"] for step, row in rows.items()} == {1: 5.0, 2: 9.0}
+    assert "loss_epoch" in rows[2]
 
 
 def test_what_is_no_number_and_what_has_no_step_goes_its_own_way() -> None:
