@@ -221,12 +221,24 @@ class Widening(nn.Module):
         return inputs
 
 
+BEHIND: dict[int, list[list[int | None]]] = {
+    0: [[], [], [], [], []],
+    1: [[None], [0], [1], [2], [3]],
+    3: [[None], [0], [1, 0], [2, 1, 0], [3, 2, 1]],
+}
+"""By depth, the blocks that each block gathers ahead in backward; None for the root, which is gathered already."""
+
+
 def test_units_are_prefetched_in_the_order_in_which_they_are_used() -> None:
     def run() -> None:
         for depth in (0, 1, 3):
             model = Widening()
             sizes = [padded_size([block]) for block in model.blocks]
             parallelize(model, fsdp2_forward_prefetch_depth=depth, fsdp2_backward_prefetch_depth=depth)
+            states = {block._get_fsdp_state(): index for index, block in enumerate(model.blocks)}
+            assert [[states.get(s) for s in state._states_to_backward_prefetch] for state in states] == BEHIND[depth]
+            ahead = [list(range(index + 1, min(index + 1 + depth, 5))) for index in range(5)]
+            assert [[states.get(s) for s in state._states_to_forward_prefetch] for state in states] == ahead
             with StepCounter() as forward:
                 loss = model(torch.ones(2, 8)).sum()
             with StepCounter() as backward:

@@ -41,6 +41,21 @@ def test_every_unit_has_the_mesh_of_the_plan(name: str) -> None:
     assert {unit.mesh for unit in build_unit_plan(structure).units} == {None}
 
 
+CHAINS = {
+    "llama": [["model.embed_tokens", *(f"model.layers.{index}" for index in range(3)), "model.norm + lm_head"]],
+    "bert": [["bert.embeddings.word_embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1"]],
+    "t5": [["encoder.block.0", "encoder.block.1"], ["decoder.block.0", "decoder.block.1"]],
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_units_of_a_chain_are_in_the_order_in_which_forward_runs_them(name: str) -> None:
+    model = MODELS[name].make()
+    names = {module: name for name, module in model.named_modules()}
+    chains = build_unit_plan(find_structure(model)).chains
+    assert [[" + ".join(names[m] for m in unit.modules) for unit in chain] for chain in chains] == CHAINS[name]
+
+
 def test_a_module_with_two_dtypes_is_refused_with_its_parameters() -> None:
     model = make_moe()
     model.blocks[1].gate.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))

@@ -22,6 +22,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.modules.structure import find_structure
+from lightning_fsdp2.parallel.layers import activation_checkpointing
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
@@ -297,6 +298,29 @@ def test_nothing_is_computed_twice_without_gradients() -> None:
     with StepCounter() as counter, torch.no_grad():
         model(**make_batch())
     assert counter.operations[ATTENTION] == LAYERS
+
+
+def test_a_layer_is_computed_twice_if_any_of_its_weights_is_trained() -> None:
+    model: Any = make_causal_lm(LLAMA)
+    model.model.embed_tokens.requires_grad_(False)
+    apply_activation_checkpointing(find_structure(model), "full")
+    for frozen, expected in ((model.model.layers[0].mlp, 2 * LAYERS), (model.model.layers[0], 2 * LAYERS - 1)):
+        frozen.requires_grad_(False)
+        with StepCounter() as counter:
+            train(model, use_cache=False)
+        assert counter.operations[ATTENTION] == expected
+
+
+def test_hooks_of_a_layer_run_once_unless_its_whole_call_has_to_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole call is repeated where torch could not compile the layer's collectives otherwise."""
+    monkeypatch.setattr(activation_checkpointing, "can_compile_checkpointed_collectives", lambda: False)
+    for options, expected in (({}, 1), ({"compiles_collectives": False}, 1), ({"compiles_collectives": True}, 2)):
+        model: Any = make_causal_lm({**LLAMA, "num_hidden_layers": 1})
+        calls: list[Any] = []
+        model.model.layers[0].register_forward_pre_hook(lambda layer, inputs, calls=calls: calls.append(inputs))
+        apply_activation_checkpointing(find_structure(model), "full", **options)
+        train(model, use_cache=False)
+        assert len(calls) == expected
 
 
 # ---------------------------------------------------------------------- scope

@@ -110,7 +110,9 @@ def test_norms_are_called_in_any_way() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.project, self.first, self.second = nn.Linear(8, 8), nn.LayerNorm(8), Scaled(8)
+            self.project, self.first, self.second = nn.Linear(8, 8), nn.LayerNorm(8, bias=False), Scaled(8)
+            nn.init.normal_(self.first.weight)
+            nn.init.normal_(self.second.bias)
 
         def forward(self, hidden: Tensor) -> Tensor:
             hidden = self.project(hidden)
