@@ -1,9 +1,11 @@
 """A test that is not marked slow and uses too much of the processor fails by itself."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from helpers import limits
+from helpers.line_trace import FirstFailure
 
 SPIN = "end = time.process_time() + 0.05\n    while time.process_time() < end: pass\n"
 CHILD = "subprocess.run([sys.executable, '-S', '-c', 'sum(range(5_000_000))'], check=True)\n"
@@ -23,6 +25,11 @@ def test_a_slow_machine_has_more_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run_test("", SPIN, tmp_path, monkeypatch, slowness=100.0).failures == 0
 
 
+def test_a_test_whose_lines_are_traced_or_broken_has_all_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = FirstFailure(tmp_path / "report")
+    assert run_test("", SPIN, tmp_path, monkeypatch, plugins=[plugin]).failures == 0
+
+
 class Result:
     """A pytest plugin that counts calls and failures."""
 
@@ -36,7 +43,14 @@ class Result:
             self.failures += 1
 
 
-def run_test(mark: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch, slowness: float = 1.0) -> Result:
+def run_test(
+    mark: str,
+    body: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slowness: float = 1.0,
+    plugins: Sequence[object] = (),
+) -> Result:
     monkeypatch.setattr(limits, "LIMIT_SECONDS", 0.04)
     monkeypatch.setattr(limits, "measure_slowness", lambda: slowness)
     path = folder / f"test_{folder.name}.py"  # Python keeps imported files by their names
@@ -44,6 +58,6 @@ def run_test(mark: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: .\n    release: .\n")
     result = Result()
     options = ["-q", "-p", "no:cacheprovider"]
-    pytest.main([str(path), *options], plugins=[limits, result])
+    pytest.main([str(path), *options], plugins=[limits, result, *plugins])
     assert result.calls == 1
     return result

@@ -1,6 +1,7 @@
 """Plugins of pytest for `tools/mutate.py`: which lines of the package a test runs, and which test fails first."""
 
 import json
+import math
 import mmap
 import sys
 import threading
@@ -14,7 +15,15 @@ from typing import Any
 import pytest
 
 
-class FirstFailure:
+class _Unlimited:
+    """Lets tests use the processor for as long as they need while their lines are traced or broken."""
+
+    def pytest_sessionstart(self) -> None:
+        if limits := sys.modules.get("helpers.limits"):  # which is that of the tests that run
+            limits.LIMIT_SECONDS = math.inf  # type: ignore[attr-defined]
+
+
+class FirstFailure(_Unlimited):
     """Writes the name of the test, or the file, that fails first."""
 
     def __init__(self, report: Path) -> None:
@@ -27,7 +36,7 @@ class FirstFailure:
     pytest_collectreport = pytest_runtest_logreport
 
 
-class LineTracer:
+class LineTracer(_Unlimited):
     """Writes the seconds of each test that passes, and the lines that it runs, also in the ranks that it forks.
 
     The marks are in memory that forks share. What a fixture of more than one test runs counts for all of its tests.
