@@ -16,9 +16,11 @@ import torch.distributed as dist
 from helpers import user_modules
 from helpers.ranks import run_ranks
 from helpers.user_modules import UserModule, make_mixed_batch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_fsdp2 import FSDP2Strategy, create_device_mesh
 from lightning_fsdp2.data.loader import ResumableDataLoader, ResumableSampler, collate_sequences
@@ -448,9 +450,8 @@ def make_stateful(kind: str, count: int) -> Any:
         return PositionLoader(count)
     if kind == "own, sized":
         return SizedPositionLoader(count)
-    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
     workers = 1 if "worker" in kind else 0
-    return stateful_dataloader.StatefulDataLoader(SampleStream(count), batch_size=1, num_workers=workers)
+    return StatefulDataLoader(SampleStream(count), batch_size=1, num_workers=workers)
 
 
 class SavesAt(pl.Callback):
@@ -503,6 +504,30 @@ def test_a_resumed_run_reads_the_next_batch(kind: str, world_size: int, tmp_path
 @pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.slow), "own, sized", "torchdata"])
 def test_a_run_resumed_at_the_end_of_a_ragged_epoch(kind: str, tmp_path: Path) -> None:
     run_ranks(lambda: assert_resumed_run_reads_the_next_batch(kind, EPOCH, tmp_path, is_ragged=True), 2)
+
+
+def test_a_run_that_its_number_of_steps_ended_goes_on_from_its_last_step(tmp_path: Path) -> None:
+    """Amid an epoch, of which the loader no longer knows the position, and at its end; each epoch has its own order."""
+
+    def run() -> None:
+        def fit(steps: int, folder: Path, ckpt_path: Path | None = None) -> tuple[list[int], int]:
+            checkpoint = ModelCheckpoint(folder, every_n_train_steps=EPOCH - 1, save_top_k=0, save_last=True)
+            options: dict[str, Any] = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": True}
+            trainer, module = make_trainer(callbacks=[checkpoint], **options), Reader()
+            samples = Samples(EPOCH)
+            loader = StatefulDataLoader(samples, batch_size=1, sampler=DistributedSampler(samples, 1, 0))
+            trainer.fit(module, loader, ckpt_path=ckpt_path)
+            return module.seen["fit"], trainer.current_epoch
+
+        expected, epochs = fit(2 * EPOCH, tmp_path)
+        assert sorted(expected[:EPOCH]) == sorted(expected[EPOCH:]) == [*range(EPOCH)]
+        assert expected[:EPOCH] != expected[EPOCH:]
+        for step in (EPOCH, EPOCH + 1):
+            first, _ = fit(step, tmp_path / str(step))
+            second, found = fit(2 * EPOCH, tmp_path, tmp_path / str(step) / "last.ckpt")
+            assert (first + second, found) == (expected, epochs), step
+
+    run_ranks(run, 1)
 
 
 def test_a_shortened_loader_that_resumes_ends_by_itself() -> None:
