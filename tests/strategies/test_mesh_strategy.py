@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import signal
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,17 @@ import torch
 from helpers.models import LLAMA, make_causal_lm, make_token_batches
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES, Kind
-from helpers.user_modules import Regressor, WithModel, make_batches, make_loader, make_trainer
+from helpers.user_modules import (
+    WIDTH,
+    WORLD,
+    Batch,
+    Normalized,
+    Regressor,
+    WithModel,
+    make_batches,
+    make_loader,
+    make_trainer,
+)
 from lightning import pytorch as pl
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -114,6 +125,48 @@ def test_a_submodule_may_be_removed_in_training(tmp_path: Any) -> None:
         trainer = make_trainer()
         trainer.fit(module, torch.utils.data.DataLoader(make_token_batches(2), batch_size=None))
         trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    run_ranks(run, 1)
+
+
+def test_every_kind_of_evaluation_begins_with_the_buffers_of_the_first_rank() -> None:
+    class Evaluates(Normalized):
+        def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            return self(batch["inputs"])
+
+        test_step = predict_step = validation_step
+
+    def run() -> None:
+        module, trainer = Evaluates(), make_trainer(FSDP2Strategy())
+        for stage in ("validate", "test", "predict"):
+            mean = module.net[1].running_mean.fill_(1.0 + trainer.global_rank)
+            options = {} if stage == "predict" else {"verbose": False}
+            getattr(trainer, stage)(module, make_loader(make_batches(4)), **options)
+            assert mean.tolist() == [1.0] * WIDTH, stage
+
+    run_ranks(run, WORLD)
+
+
+def test_signals_are_those_of_the_program_as_soon_as_training_has_ended() -> None:
+    """A teardown may wait for other ranks, and has nothing to save."""
+
+    class Looks(FSDP2Strategy):
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+        def teardown(self) -> None:
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            super().teardown()
+
+    def handler(*args: Any) -> None: ...
+
+    handlers: list[Any] = []
+
+    def run() -> None:
+        signal.signal(signal.SIGTERM, handler)
+        make_trainer(Looks()).fit(Regressor(), make_loader(make_batches(2)))
+        assert [found is handler for found in handlers] == [False, True]
 
     run_ranks(run, 1)
 

@@ -4,10 +4,11 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.cli import FSDP2CLI
-from lightning_fsdp2.strategies.precision import ShardedPrecision, get_mp_policy
+from lightning_fsdp2.strategies.precision import ShardedPrecision, check_optimization, get_mp_policy
 
 WIDTH = 16
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -399,6 +400,37 @@ def test_other_precisions_are_refused_and_the_alternative_named(precision: Any) 
     if precision in ("16-true", "64-true"):  # the others Lightning replaces on a CPU, or refuses itself
         with pytest.raises(ValueError, match=message):
             make_trainer(precision=precision)
+
+
+def test_gradients_are_clipped_to_a_norm_that_is_told() -> None:
+    precision, told = ShardedPrecision("32-true"), []
+    precision.norm_observers.append(told.append)
+    weights = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))]
+    weights[0].grad, weights[1].grad = torch.tensor([3.0]), torch.tensor([0.0, 4.0])
+    precision.clip_grad_by_norm(torch.optim.SGD(weights), 2.5)
+    torch.testing.assert_close([*weights[0].grad, *weights[1].grad], [torch.tensor(x) for x in (1.5, 0.0, 2.0)])
+    assert precision.gradient_norm == 5.0
+    assert told == [precision.gradient_norm]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_steps": 3, "max_steps": 2}, r"min_steps=3, max_steps=2\): a run of at most 2 steps has no 3"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0.* at least 1"),
+        ({"val_check_interval": 0}, "val_check_interval=0.* more than 0"),
+        ({"log_every_n_steps": -1}, "log_every_n_steps=-1.* or 0 to log no steps"),
+        ({"num_sanity_val_steps": -2}, "num_sanity_val_steps=-2.* or -1 for"),
+        ({"gradient_clip_val": -0.5}, "gradient_clip_val=-0.5.* at least 0"),
+        ({"gradient_clip_val": float("nan")}, "gradient_clip_val=nan.* at least 0"),
+        ({"min_steps": 2, "max_steps": 2, "num_sanity_val_steps": -1, "log_every_n_steps": 0}, None),
+        ({"min_steps": 3, "max_steps": -1, "gradient_clip_val": 0, "val_check_interval": 0.1}, None),
+    ],
+)
+def test_options_that_no_run_can_have_are_refused(options: dict[str, Any], message: str | None) -> None:
+    defaults = {"accumulate_grad_batches": 1, "max_steps": -1, "gradient_clip_val": None}
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_optimization(cast(Any, SimpleNamespace(**{**defaults, **options})))
 
 
 @pytest.mark.parametrize(

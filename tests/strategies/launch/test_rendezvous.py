@@ -118,6 +118,12 @@ def test_two_nodes_of_the_same_number_are_named() -> None:
         assert "the ranks 0 to 3, but have the ranks 0 (a), 1 (a), 1 (a), 2 (b). Give every node a number" in message
 
 
+def test_only_so_many_ranks_are_listed() -> None:
+    for ranks, end in ((64, "61 (a), 62 (a), 62 (a). Give every"), (65, "62 (a), 63 (a), .... Give every")):
+        arrivals = [(min(rank, ranks - 2), "a", {}) for rank in range(ranks)]
+        assert end in peers._find_fault(arrivals, ranks)
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     def run() -> None:
         os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")

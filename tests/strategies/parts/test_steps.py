@@ -1,5 +1,7 @@
 """What surrounds an optimizer step, without a Trainer."""
 
+import gc
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,6 +49,18 @@ def test_a_stage_begins_without_the_tokens_of_an_aborted_one() -> None:
     assert find_token_windows(module).keys() == {"0"}
     make_steps().begin_stage(cast(Any, module))
     assert find_token_windows(module) == {}
+
+
+def test_a_stage_does_not_keep_the_optimizers_of_an_earlier_one() -> None:
+    """Their states may take most of the memory."""
+    steps, module = make_steps(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters())
+    steps.check_states(cast(Any, module), optimizer)
+    known = weakref.ref(optimizer)
+    del optimizer
+    steps.begin_stage(cast(Any, module))
+    gc.collect()
+    assert known() is None
 
 
 def test_accumulation_ends_with_an_error_too() -> None:
