@@ -226,7 +226,7 @@ class Workplace:
         report = self.copy.parent / "failed.txt"
         report.unlink(missing_ok=True)
         sys.dont_write_bytecode = True
-        status = self.fork(lambda: run_pytest(tests, FirstFailure(report)), limit)
+        status = self.fork(lambda: pytest.main([*OPTIONS, *tests], plugins=[FirstFailure(report)]), limit)
         sys.dont_write_bytecode = False
         if status in (0, "hang"):
             return status or None
@@ -247,7 +247,7 @@ class Workplace:
             report.unlink(missing_ok=True)
             tracer = LineTracer(self.copy / PACKAGE, report)
             start = time.monotonic()
-            self.fork(lambda: run_pytest(["--maxfail=1000", test_file], tracer), 1800)
+            self.fork(lambda: pytest.main([*OPTIONS, "--maxfail=1000", test_file], plugins=[tracer]), 1800)
             tests = json.loads(report.read_text()) if report.exists() else {}
             start = time.monotonic() - start - sum(seconds for seconds, _ in tests.values())
             self.traces.add(test_file, start=start, contents=contents, tests=tests)
@@ -292,14 +292,6 @@ class Workplace:
         theirs = [path for path in sys.path if Path(path) not in (ROOT, *own)]
         sys.path[:] = [str(self.copy), str(self.copy / "tests"), *theirs]
         os.environ["PYTHONPATH"] = f"{self.copy}:{self.copy / 'tests'}"
-
-
-def run_pytest(arguments: Sequence[str], plugin: object) -> int:
-    """Run tests of the copy, however long they take."""
-    from helpers import limits
-
-    limits.LIMIT_SECONDS = float("inf")
-    return int(pytest.main([*OPTIONS, *arguments], plugins=[plugin]))
 
 
 def list_libraries(copy: Path) -> list[str]:
