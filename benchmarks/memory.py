@@ -44,6 +44,9 @@ from lightning_fsdp2.sizes import DP_CP
 M_MMAP_THRESHOLD = -3
 """Option of glibc's ``mallopt``. Blocks above this size return to the system as soon as they are freed."""
 
+PR_SET_THP_DISABLE = 41
+"""Option of Linux's ``prctl``. Of a huge page (2 MiB), all would count as resident as soon as one byte is used."""
+
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -211,7 +214,9 @@ def count_added(planned: RankPlan) -> int:
 
 def train(run: Run, variant: Variant, folder: str, rank: int) -> int:
     """Run a real step, and return the bytes that it adds to the resident memory at its peak, as Linux counts them."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**16)
+    libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
     store = dist.FileStore(f"{folder}/store", run.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=timedelta(seconds=60))
     step = build_step(run, variant)

@@ -82,7 +82,7 @@ def test_offload_takes_shards_and_optimizer_off_the_device():
 
 @pytest.mark.guarantees("planned-and-trained")
 def test_a_plan_is_what_processes_use(tmp_path):
-    run, variant = Run(TINY, ranks=2, tp_size=1, sequence_length=256), VARIANTS["baseline"]
+    run, variant = Run(TINY, ranks=2, tp_size=1, sequence_length=512), VARIANTS["baseline"]
     added = memory.count_added(memory.plan(run, variant))
     for resident in memory.run_forked(partial(memory.train, run, variant, str(tmp_path)), 2):
         assert added == pytest.approx(resident, rel=0.05)
