@@ -32,6 +32,7 @@ from helpers.user_modules import (
 )
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, CheckpointConfig, MegatronFSDPConfig, MegatronFSDPStrategy, export_hf
 from lightning_fsdp2.parallel.megatron import wrap as megatron_fsdp
@@ -575,6 +576,23 @@ def test_a_checkpoint_that_is_written_in_the_background_goes_on(zero_dp_strategy
         trainer.fit(module, make_loader(batches), ckpt_path=tmp_path / "half.ckpt")
         train_scheduled_alone(expected, batches, WORLD, None)
         assert_same_weights(module, expected)
+
+    KIND.run(run, WORLD)
+
+
+def test_a_model_has_its_own_attention_again_behind_a_stage_with_context_parallelism() -> None:
+    batches, used = make_token_batches(2, length=16), []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            used.append(pl_module.model.config._attn_implementation)
+
+    def run() -> None:
+        module = make_language_model()
+        trainer = make_trainer(MegatronFSDPStrategy(cp_size=2), callbacks=[Looks()], max_steps=1)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        assert used != ["sdpa"]
+        assert module.model.config._attn_implementation == "sdpa"
 
     KIND.run(run, WORLD)
 
