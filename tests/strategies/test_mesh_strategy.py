@@ -1,6 +1,7 @@
 """What a strategy keeps from one stage, Trainer or copy to the next, and what users may change on it."""
 
 import copy
+import os
 import pickle
 import signal
 from dataclasses import replace
@@ -24,6 +25,8 @@ from helpers.user_modules import (
     make_trainer,
 )
 from lightning import pytorch as pl
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -207,6 +210,21 @@ def test_sizes_are_known_to_a_trainer_that_has_not_started() -> None:
     assert (trainer.strategy.sizes.dp, trainer.strategy.sizes.tp) == (1, 1)
     with pytest.raises(RuntimeError, match="no device mesh yet"):
         _ = trainer.strategy.full_device_mesh
+
+
+def test_ranks_are_counted_over_the_nodes_of_a_script() -> None:
+    def run() -> None:
+        strategy = FSDP2Strategy()
+        strategy.set_world_ranks()
+        assert rank_zero_only.rank == 0
+        os.environ.update(NODE_RANK="2", LOCAL_RANK="1")
+        strategy.cluster_environment = LightningEnvironment()
+        strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * 4, 3
+        strategy._local_rank = strategy.cluster_environment.local_rank()
+        strategy.set_world_ranks()
+        assert (strategy.global_rank, strategy.world_size, rank_zero_only.rank) == (9, 12, 9)
+
+    run_ranks(run, 1, group=False)
 
 
 def test_sums_of_gradients_are_those_of_megatron() -> None:

@@ -25,6 +25,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.callbacks import GradientNorm, NaNGuard
 from lightning_fsdp2.parallel.pipeline.apply import get_pipeline
+from lightning_fsdp2.strategies.pipelining import Pipelining
 
 PP2: dict[str, Any] = {"pp_size": 2}
 
@@ -116,6 +117,22 @@ def test_validation_and_predictions_are_those_of_one_process(sizes: dict[str, in
             assert prediction["tokens"].tolist() == (batch["labels"][:, 1:] != -100).sum(1).tolist()
 
     run_ranks(run, sizes["pp_size"] * sizes.get("tp_size", 1))
+
+
+def test_rows_that_are_added_for_other_ranks_have_no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = make_token_batches(1, size=2)
+    # as if another data parallel rank read three rows
+    monkeypatch.setattr(Pipelining, "_find_rows", lambda self, rows: (3, rows))
+
+    def run() -> None:
+        torch.manual_seed(1)
+        module = CausalLM(config=CONFIGS["llama"])
+        module.model = make_causal_lm(CONFIGS["llama"]).eval()
+        _, [expected] = evaluate_alone(module.model, batches)
+        [predictions] = make_trainer(FSDP2Strategy(pp_size=2)).predict(module, DataLoader(batches, batch_size=None))
+        torch.testing.assert_close(predictions["log_probability"], expected, rtol=1e-5, atol=1e-5)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.guarantees("evaluation-of-ones-own")
