@@ -45,6 +45,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import CausalLM, DDPConfig, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 from lightning_fsdp2.strategies.launch import rendezvous as peers
 
@@ -91,6 +92,26 @@ def test_a_process_group_of_another_backend_is_refused() -> None:
             make_trainer(FSDP2Strategy(config=FSDP2Config(backend=backend))).fit(Regressor(), loader)
 
     run_ranks(run, WORLD)
+
+
+class LooksForSearch(Regressor):
+    """Notes whether transformers looks for packed sequences."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.is_off = assumes_unpacked_sequences()
+        return super().training_step(batch, batch_idx)
+
+
+def test_packed_sequences_are_not_looked_for_in_a_stage_of_which_the_flag_says_so() -> None:
+    def run() -> None:
+        for flag in (False, True):
+            module = LooksForSearch()
+            trainer = make_trainer(FSDP2Strategy(config=FSDP2Config(patch_is_packed_sequence=flag)), max_steps=1)
+            trainer.fit(module, make_loader(make_batches(1)))
+            assert module.is_off == flag
+            assert not assumes_unpacked_sequences()
+
+    run_ranks(run, 1)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("reshard_after_forward", True), ("patch_is_packed_sequence", True)])
