@@ -1,12 +1,13 @@
 """How many processes are started, and what launchers have started."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_fsdp2.strategies.launch import environment
-from lightning_fsdp2.strategies.launch.environment import make_launcher
+from lightning_fsdp2.strategies.launch.environment import check_variables, make_launcher
 
 
 def test_far_more_processes_than_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +45,25 @@ def test_only_ranks_of_an_agent_of_torchrun_end_with_their_parent(monkeypatch: p
     assert parents == []
     make_launcher(TorchElasticEnvironment(), 1, 1)
     assert parents == [os.getppid()]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NODE_RANK": 2}, r"NODE_RANK=2 is out of range for Trainer\(devices=4, num_nodes=2\), .* are 0 to 1\."),
+        ({"GROUP_RANK": 2}, r"GROUP_RANK=2 is out of range .* unset GROUP_RANK\."),
+        ({"WORLD_SIZE": 4}, r"WORLD_SIZE=4 contradicts .* needs WORLD_SIZE=8 .*NODE_RANK=0, LOCAL_RANK=0"),
+        ({"NODE_RANK": 1, "LOCAL_RANK": 3, "RANK": 6}, r"RANK=6 contradicts .* needs RANK=7 .*LOCAL_RANK=3"),
+        ({"NODE_RANK": 1, "LOCAL_RANK": 3, "RANK": 7, "WORLD_SIZE": 8}, None),
+        ({}, None),
+    ],
+)
+def test_variables_of_an_earlier_run_are_named(
+    variables: dict[str, int], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    set_variables(monkeypatch, **variables)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_variables(LightningEnvironment(), 4, 2)
+    check_variables(SLURMEnvironment(), 4, 2)  # which sets its own
