@@ -13,9 +13,10 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from helpers.ranks import run_ranks
+from helpers.ranks import raises_on_all_ranks, run_ranks
 from helpers.strategies import STRATEGIES, Kind, fast_under
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import FSDP2Strategy
@@ -116,6 +117,23 @@ def test_two_nodes_of_the_same_number_are_named() -> None:
 
     for message in run_ranks(run, 4, group=False):
         assert "the ranks 0 to 3, but have the ranks 0 (a), 1 (a), 1 (a), 2 (b). Give every node a number" in message
+
+
+def test_rank_0_whose_store_it_is_waits_until_all_know_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(PrefixStore):
+        def get(self, key: str) -> bytes:
+            if key == peers._ALL_CAME and os.environ["RANK"] == "1":
+                time.sleep(0.5)
+            return super().get(key)
+
+    monkeypatch.setattr(peers, "PrefixStore", Slow)
+
+    def run() -> None:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        peers.meet("127.0.0.1", port, rank, 2, timeout=timedelta(seconds=20), run={"lr": f"0.{rank}"})
+
+    with raises_on_all_ranks(ValueError, match=r"lr is 0\.0 on rank 0 \(\w+\) and 0\.1 on rank 1"):
+        run_ranks(run, 2, group=False)
 
 
 def test_only_so_many_ranks_are_listed() -> None:
