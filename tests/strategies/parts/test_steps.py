@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from torch import nn
 
 from lightning_fsdp2 import token_mean_loss
+from lightning_fsdp2.compat.ledger import get_ledger
 from lightning_fsdp2.parallel.loss.token_mean import find_token_windows
-from lightning_fsdp2.strategies.parts.steps import Steps
+from lightning_fsdp2.strategies.parts.steps import Steps, use_own_zero_grad
 from lightning_fsdp2.strategies.parts.world import World
 
 
@@ -61,6 +62,18 @@ def test_a_stage_does_not_keep_the_optimizers_of_an_earlier_one() -> None:
     steps.begin_stage(cast(Any, module))
     gc.collect()
     assert known() is None
+
+
+def test_lightnings_optimizer_clears_gradients_as_the_strategy_does() -> None:
+    optimizer, log = torch.optim.SGD(nn.Linear(2, 2).parameters()), []
+    optimizer.zero_grad = lambda set_to_none=True: log.append(set_to_none)  # type: ignore[method-assign]
+    wrapper, trainer = LightningOptimizer(optimizer), cast(Any, SimpleNamespace())
+    use_own_zero_grad(trainer, optimizer, wrapper)
+    wrapper.zero_grad()
+    assert log == [True]
+    get_ledger(trainer).put_back_all()
+    wrapper.zero_grad()
+    assert log == [True]
 
 
 def test_accumulation_ends_with_an_error_too() -> None:
