@@ -26,6 +26,7 @@ from helpers.user_modules import (
 )
 from lightning import pytorch as pl
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -33,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fsdp2 import FSDP2Config, FSDP2Strategy, MegatronFSDPConfig, MegatronFSDPStrategy
 from lightning_fsdp2.config import CheckpointConfig
 from lightning_fsdp2.strategies.parts.step_region import StepRegion
+from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 EACH = pytest.mark.parametrize("kind", STRATEGIES.values(), ids=STRATEGIES)
 
@@ -191,6 +193,16 @@ def test_what_a_subclass_sets_after_its_base_counts() -> None:
         assert not strategy.averages_gradients
 
     run_ranks(run, 2)
+
+
+def test_a_plugin_of_lightning_stands_for_its_precision() -> None:
+    strategy = FSDP2Strategy()
+    strategy.precision_plugin = HalfPrecision("bf16-true")
+    assert isinstance(strategy.precision_plugin, ShardedPrecision)
+    assert strategy.precision_plugin.precision == "bf16-true"
+    own = ShardedPrecision("bf16-mixed")
+    strategy.precision_plugin = own
+    assert strategy.precision_plugin is own
 
 
 def test_configs_may_be_replaced_before_a_run() -> None:
