@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -193,6 +194,17 @@ def test_more_kinds_of_layers_than_dynamo_would_compile_by_itself() -> None:
         return count_graphs()
 
     assert run_ranks(run, 1)[0] == 24
+
+
+@pytest.mark.parametrize("options", [None, {"post_grad_custom_post_pass": print}])
+def test_options_of_a_fusion_reach_the_compiler(
+    options: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **others: given.append(others["options"]))
+    fusion: Any = None if options is None else SimpleNamespace(options=options)
+    apply_compile(find_structure(PlainTransformer()), fusion=fusion)
+    assert given == [options] * 3
 
 
 def test_modules_of_torch_itself_are_compiled_too() -> None:

@@ -19,6 +19,8 @@ from lightning_fsdp2 import (
     token_mean_loss,
 )
 from lightning_fsdp2.mesh import get_mesh
+from lightning_fsdp2.parallel.loss.load_balance import LoadBalance
+from lightning_fsdp2.parallel.loss.token_mean import add_load_balance
 
 MICRO_BATCHES = 3
 
@@ -68,6 +70,21 @@ def test_a_window_without_any_label_is_an_error() -> None:
 
     with raises_on_all_ranks(RuntimeError, match="No label token in a whole optimizer step"):
         run_ranks(run, 2)
+
+
+def test_an_auxiliary_loss_is_weighted_by_the_label_tokens_of_its_micro_batch() -> None:
+    model = torch.nn.Linear(3, 5)
+    model.router = torch.nn.Parameter(torch.tensor(2.0))
+    for tokens, factor in ((1, 1.0), (3, 5.0)):
+        labels = torch.tensor([[1] * tokens + [-100] * (4 - tokens)])
+        auxiliary = model.router.double() * factor
+        balance = LoadBalance(auxiliary, auxiliary.detach(), torch.tensor(tokens, dtype=torch.float64))
+        loss = token_mean_loss(model, model(torch.ones(1, 4, 3)), labels, shift=False)
+        (loss + add_load_balance(model, balance, 0.1)).backward()
+    mean = apply_token_mean_(model)
+    assert mean is not None
+    assert mean.load_balance == 2.0 * (1 * 1 + 3 * 5) / 4
+    assert model.router.grad.item() == pytest.approx(0.1 * (1 * 1 + 3 * 5) / 4)
 
 
 def test_nothing_is_counted_without_gradients() -> None:

@@ -113,7 +113,9 @@ def test_the_earlier_name_trains_with_a_plan_as_one_process(plan: Any, ranks: in
             assert_equal_gradients(gradients, {name: p.grad for name, p in reference.named_parameters()})
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
+            reference.zero_grad()
+            called.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
         weights = whole(dict(model.named_parameters()))
         torch.testing.assert_close(weights, dict(reference.named_parameters()), rtol=0, atol=5e-5)
 

@@ -126,3 +126,7 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
         count_rows({"name": "x", "scale": torch.tensor(1.0)})
     with pytest.raises(ValueError, match=r"the batch has 'cu_seq_lens_q'.*position_ids"):
         divide_batch({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 3, 24])}, 2)
+    images = {"input_ids": TOKENS, "image_grid_thw": torch.ones(4, 3, dtype=torch.long)}
+    assert [part.keys() for part in divide_batch(images, 1)] == [images.keys()]
+    with pytest.raises(ValueError, match=r"the batch has 'image_grid_thw'.*pp_microbatches=1"):
+        divide_batch(images, 2)

@@ -100,21 +100,49 @@ class Wrapper(nn.Module):
 
 
 def test_a_step_ends_with_the_model_inside_of_a_wrapper() -> None:
-    def run() -> int:
-        config = FSDP2Config()
+    """Hooks of the wrapper see a result on every stage. A step and an evaluation before may call the model alone."""
+
+    def run() -> tuple[int, int]:
+        config = FSDP2Config(mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())
         wrapper = Wrapper(make_causal_lm(CONFIGS["llama"]))
+        [batch] = make_token_batches(1, size=4)
+        with torch.no_grad():
+            expected = wrapper(batch["input_ids"])
+        ends, results = [], []
+        wrapper.register_forward_hook(lambda module, inputs, result: results.append(result))
         FSDP2Manager(config, create_device_mesh(config, pp_size=2, device_type="cpu")).parallelize(wrapper)
-        ends = []
+        train_on_stages(wrapper, lambda part: compute_loss(wrapper.model, part), batch)
+        with torch.no_grad():
+            torch.testing.assert_close(wrapper(batch["input_ids"]), expected, atol=1e-5, rtol=0)
+        results.clear()
 
         def step(part: dict[str, Tensor]) -> Tensor:
             logits = wrapper(part["input_ids"])
             ends.append(logits.shape)
             return logits.square().mean()
 
-        train_on_stages(wrapper, step, make_token_batches(1, size=4)[0])
-        return len(ends)
+        train_on_stages(wrapper, step, batch)
+        return len(ends), len(results)
 
-    assert run_ranks(run, 2) == [0, 4]
+    assert run_ranks(run, 2) == [(0, 4), (4, 4)]
+
+
+def test_the_last_backward_that_computes_something_reduces_if_the_first_stage_is_frozen() -> None:
+    def run() -> None:
+        model: Any = make_causal_lm(CONFIGS["llama"])
+        for part in (model.model.embed_tokens, model.model.layers[0]):
+            part.requires_grad_(False)
+        alone, [batch] = copy.deepcopy(model), make_token_batches(1, size=4, ragged=False)
+        compute_loss(alone, batch).backward()
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        config = FSDP2Config(mp_policy=policy, pp_schedule="interleaved_1f1b", pp_stages_per_rank=2)
+        FSDP2Manager(config, create_device_mesh(config, pp_size=2, device_type="cpu")).parallelize(model)
+        train_on_stages(model, lambda part: compute_loss(model, part), batch)
+        gradients = whole({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        references = {name: p.grad for name, p in alone.named_parameters() if p.requires_grad}
+        assert_equal_gradients(merge_stages(gradients, get_pipeline(model).control), references)
+
+    run_ranks(run, 2)
 
 
 def test_ranks_with_other_numbers_of_rows_get_an_error_instead_of_waiting() -> None:

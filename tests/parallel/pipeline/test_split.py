@@ -72,12 +72,15 @@ def assert_equal_to_whole(model: nn.Module, **options: Any) -> list[Split]:
     return splits
 
 
-def assert_names_of_whole(splits: list[Split], root: nn.Module) -> None:
+def assert_names_of_whole(splits: list[Split], root: Root) -> None:
     parameters, state = dict(root.named_parameters()), root.state_dict()
     for rank, split in enumerate(splits):
         stages = split.stages
         assert get_optional_stages(split.root) is stages
         assert [*stages.parameters] == [*parameters]
+        of_model = get_optional_stages(split.model)
+        assert of_model is not None
+        assert [*of_model.parameters] == [*dict(root.model.named_parameters())]
         assert [*stages.state] == [*state]
         assert all(tensor.shape == parameters[name].shape for name, tensor in stages.parameters.items())
         assert {*dict(split.root.named_parameters())} == {name for name in parameters if stages.is_own(name)}

@@ -57,10 +57,13 @@ def test_the_layers_of_the_text_model_are_found_beside_a_longer_tower() -> None:
 
 def test_a_model_that_reads_values_is_traced_on_zeros() -> None:
     def run(model: ToyModel, hidden: Tensor) -> Tensor:
+        assert (model.table.tolist(), model.offset.item()) == ([1, 1], 3)  # a buffer without values is of ones
         return run_layers(model, hidden) if hidden.sum().item() == 0 else hidden
 
     with torch.device("meta"):
         model = ToyModel(run)
+        model.register_buffer("table", torch.zeros(2))
+    model.register_buffer("offset", torch.tensor(3))
     assert trace(model).phases == {"": set(), "embedding": BEFORE, "norm": AFTER, "head": AFTER}
     assert model.embedding.weight.is_meta
 
@@ -81,6 +84,15 @@ def test_a_trace_changes_nothing() -> None:
     assert model.config._attn_implementation == attention
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_trace_leaves_the_random_numbers_of_others_alone() -> None:
+    def run(model: ToyModel, hidden: Tensor) -> Tensor:
+        return run_layers(model, hidden + torch.rand(()))
+
+    model, state = ToyModel(run), torch.get_rng_state()
+    trace(model)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_weight_that_is_used_without_a_call_of_its_module_is_found() -> None:

@@ -280,11 +280,20 @@ def collect_warnings(**options: Any) -> list[str]:
 
 
 def test_a_plan_that_shards_under_half_of_the_parameters_is_warned_of_once_with_what_stays_whole() -> None:
-    def run() -> tuple[list[str], list[str]]:
-        return collect_warnings(plan={"lm_head": "colwise_gather_output"}), collect_warnings()
+    most = {  # all but the attention
+        "model.embed_tokens": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+        f"{LAYER}mlp.gate_proj": "colwise",
+        f"{LAYER}mlp.up_proj": "colwise",
+        f"{LAYER}mlp.down_proj": "rowwise",
+    }
 
-    (first, none), (second, nothing) = run_ranks(run, 2)
-    assert (none, second, nothing) == ([], [], [])
+    def run() -> list[list[str]]:
+        plans = ({"lm_head": "colwise_gather_output"}, most, None)
+        return [collect_warnings(plan=plan) for plan in plans]
+
+    (first, *others), second = run_ranks(run, 2)
+    assert [*others, *second] == [[]] * 5
     (message,) = first
     share = 100 * VOCABULARY * 32 / sum(p.numel() for p in make_rough_model(LLAMA).parameters())
     assert f"shards only {share:.0f} % of the parameters" in message

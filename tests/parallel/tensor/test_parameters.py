@@ -139,6 +139,21 @@ def test_a_rank_computes_with_its_part_of_each_section_and_the_whole_has_its_gra
     run_ranks(run, 2)
 
 
+def test_modules_compute_with_their_part_of_plain_parameters_too() -> None:
+    """Megatron-FSDP keeps plain parameters."""
+
+    def run() -> None:
+        mesh, rank = make_mesh(), dist.get_rank()
+        module, rows = Recorder(bias=count_up(8)), ([0, 1, 4, 6], [2, 3, 5, 7])[rank]
+        layouts = {(module, "bias"): get_packed_layout(module.bias, 0, (4, 2, 2))}
+        compute_with_local_parameters(module, layouts, mesh)
+        module({"bias": torch.ones(4)}).backward()
+        assert torch.equal(module.seen["bias"], count_up(8)[rows])
+        assert torch.equal(module.bias.grad, torch.zeros(8).index_fill_(0, torch.tensor(rows), 1))
+
+    run_ranks(run, 2)
+
+
 # ---------------------------------------------------------------------- DTensors
 
 

@@ -154,6 +154,39 @@ def test_our_plan_is_for_the_language_model_beside_a_tower_that_has_layers_too(
     assert not any("vision_tower" in entry for entry in plan)
 
 
+@pytest.mark.parametrize(("sizes", "sections"), [({}, (32, 16, 16)), ({"head_dim": 16}, (64, 32, 32))])
+def test_packed_projections_have_the_sections_of_their_heads(sizes: dict[str, int], sections: tuple[int, ...]) -> None:
+    """Of 4 heads and 2 of keys and values; a head has 32 / 4 features if the config does not say how many."""
+    plan = {
+        "model.embed_tokens": VocabularyEmbedding(),
+        "lm_head": ColumnWise(gather_output=True),
+        f"{LAYER}self_attn": LocalHeads(attributes=("num_key_value_heads",), config=("num_attention_heads",)),
+        f"{LAYER}self_attn.qkv_proj": ColumnWise(sections=sections),
+        f"{LAYER}self_attn.o_proj": RowWise(),
+        f"{LAYER}mlp.gate_up_proj": ColumnWise(sections=2),
+        f"{LAYER}mlp.down_proj": RowWise(),
+    }
+    assert get_plan(find_parts(make_on_meta({**LLAMA, "model_type": "phi3", "pad_token_id": 0, **sizes}))) == plan
+
+
+def test_a_plan_s_head_and_stacks_of_text_are_found_by_its_entries() -> None:
+    parts = find_parts(make_on_meta(LLAMA))
+    for plan, head in (({"lm_head": ColumnWise()}, "lm_head"), ({"lm_head": Replicated()}, None), ({}, None)):
+        assert match_plan(parts, plan).get_optional_head() == head
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        config = AutoConfig.for_model(
+            "llava", text_config=LLAMA, vision_config={**small, "model_type": "clip_vision_model"}
+        )
+        model = AutoModelForImageTextToText.from_config(config)
+    in_text = "model.language_model.layers.0.mlp.up_proj"
+    in_tower = next(name for name, _ in model.named_modules() if name.endswith(".layers.0.mlp.fc1"))
+    text, tower = ([*model.get_submodule(name.partition(".0.mlp")[0])] for name in (in_text, in_tower))
+    for names, expected in (([in_tower, in_text], text), ([in_text], text), ([in_tower], tower)):
+        plan = dict.fromkeys(names, ColumnWise())
+        assert match_plan(find_parts(model), plan).get_text_stacks() == [expected]
+
+
 def test_an_embedding_that_looks_at_the_tokens_stays_whole() -> None:
     model = make_on_meta(LLAMA)
     model.model.embed_tokens.mark = nn.Parameter(torch.empty(4))
