@@ -72,7 +72,7 @@ def assert_equal_to_whole(model: nn.Module, **options: Any) -> list[Split]:
     return splits
 
 
-def assert_names_of_whole(splits: list[Split], root: Root) -> None:
+def assert_names_of_whole(splits: list[Split], root: nn.Module) -> None:
     parameters, state = dict(root.named_parameters()), root.state_dict()
     for rank, split in enumerate(splits):
         stages = split.stages
@@ -80,7 +80,8 @@ def assert_names_of_whole(splits: list[Split], root: Root) -> None:
         assert [*stages.parameters] == [*parameters]
         of_model = get_optional_stages(split.model)
         assert of_model is not None
-        assert [*of_model.parameters] == [*dict(root.model.named_parameters())]
+        model = next(module for module in root.modules() if type(module) is type(split.model))  # within adapters
+        assert [*of_model.parameters] == [*dict(model.named_parameters())]
         assert [*stages.state] == [*state]
         assert all(tensor.shape == parameters[name].shape for name, tensor in stages.parameters.items())
         assert {*dict(split.root.named_parameters())} == {name for name in parameters if stages.is_own(name)}
