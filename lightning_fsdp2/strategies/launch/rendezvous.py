@@ -5,6 +5,7 @@ import os
 import platform
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -199,11 +200,12 @@ def _find_fault(arrivals: Sequence[tuple[int, str, dict[str, str]]], world_size:
     """Return the error message for ranks that cannot form a run together, or an empty string if they can."""
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     if [rank for rank, _, _ in arrivals] != list(range(world_size)):
-        came = ", ".join(f"{rank} ({host})" for rank, host, _ in arrivals[:_MOST_LISTED])
+        counts = Counter(rank for rank, _, _ in arrivals)
+        wrong = [f"{rank} ({host})" for rank, host, _ in arrivals if counts[rank] > 1 or rank >= world_size]
         return (
-            f"The processes of a run must have the ranks 0 to {world_size - 1}, but have the ranks {came}"
-            f"{', ...' if world_size > _MOST_LISTED else ''}. Give every node a number of its own (NODE_RANK, or"
-            " torchrun's --node-rank)."
+            f"The processes of a run must have the ranks 0 to {world_size - 1}, each once, but there are"
+            f" {', '.join(wrong[:_MOST_LISTED])}{', ...' if len(wrong) > _MOST_LISTED else ''}. Give every node a"
+            " number of its own (NODE_RANK, or torchrun's --node-rank)."
         )
     differences = tell_differences([run for _, _, run in arrivals], [host for _, host, _ in arrivals])
     return refuse(differences) if differences else ""

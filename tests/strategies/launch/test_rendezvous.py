@@ -116,7 +116,7 @@ def test_two_nodes_of_the_same_number_are_named() -> None:
         return str(error.value)
 
     for message in run_ranks(run, 4, group=False):
-        assert "the ranks 0 to 3, but have the ranks 0 (a), 1 (a), 1 (a), 2 (b). Give every node a number" in message
+        assert "the ranks 0 to 3, each once, but there are 1 (a), 1 (a). Give every node a number" in message
 
 
 def test_rank_0_whose_store_it_is_waits_until_all_know_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
