@@ -63,8 +63,15 @@ class Job:
 
     def read_log(self, rank: int) -> tuple[int, dict[int, str]]:
         """The step that the rank resumed from, and the losses of the steps it did, to the last bit."""
-        first, *others = [line.split() for line in (self.folder / f"log-{rank}").read_text().splitlines()]
+        first, *others = [line.split() for line in self._get_log(rank).read_text().splitlines()]
         return int(first[0]), {int(step): loss for step, loss in others}
+
+    def has_begun(self, rank: int) -> bool:
+        """Whether the rank has lived until its training began."""
+        return self._get_log(rank).exists() and self._get_log(rank).stat().st_size > 0
+
+    def _get_log(self, rank: int) -> Path:
+        return self.folder / f"log-{rank}"
 
 
 def get_checkpoints(folder: Path) -> Path:
