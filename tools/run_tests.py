@@ -1,4 +1,4 @@
-"""Run tests, three files at a time, and continue where an interrupted run stopped.
+"""Run tests, two files at a time, and continue where an interrupted run stopped.
 
 ``fast``, ``all`` and ``matrices`` run the tests of ``make test``, ``make test-all`` and ``make matrices``. Each test
 file has a ledger under ``.test/``, with a line for every finished test. The ledger's name is a hash of the versions

@@ -1,4 +1,4 @@
-"""Work that is done a few jobs at a time, each in a fork, and remembered for as long as what decides it is the same."""
+"""Work that is done two jobs at a time, each in a fork, and remembered for as long as what decides it is the same."""
 
 import fcntl
 import gc
@@ -18,8 +18,8 @@ from typing import Any
 
 from helpers.reach import ROOT
 
-STREAMS = 3
-"""Jobs that run at the same time: more than two processors, because some wait for a while."""
+STREAMS = 2
+"""Jobs that run at the same time."""
 
 VERSIONS = {"Python": platform.python_version()} | {
     name: version(name) for name in ("torch", "lightning", "transformers")
