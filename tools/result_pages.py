@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.cover import Matrix
-from helpers.ledger import VERSIONS, get_commit
+from helpers.ledger import STREAMS, VERSIONS, get_commit
 from helpers.results import OUTCOMES, TIERS, FileLedger
 
 
@@ -26,7 +26,7 @@ def summarize(ledgers: list[FileLedger], seconds: float, ran: int) -> str:
     lines = [
         "# The last run of `make test-all`",
         "",
-        f"{describe_versions()} {ran} of {len(ledgers)} files ran, two at a time, in {seconds:.0f} s.",
+        f"{describe_versions()} {ran} of {len(ledgers)} files ran, {STREAMS} at a time, in {seconds:.0f} s.",
         *describe_earlier(ledgers),
         "",
         "| file | passed | failed | skipped | seconds of `make test` | seconds |",

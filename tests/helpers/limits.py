@@ -12,8 +12,8 @@ LIMIT_SECONDS = 2.0
 LOOP_SECONDS = 0.024
 """What the loop of :func:`measure_slowness` takes on the machine for which the limit was chosen."""
 
-USUAL_LOAD = 3.0
-"""Processes for each of two processors while tests of two and four ranks run, three files at a time."""
+USUAL_LOAD = 2.5
+"""Processes for each of two processors while tests of two and four ranks run, two files at a time."""
 
 START = pytest.StashKey[float]()
 

@@ -1,5 +1,6 @@
 """The results of a test file: what has passed, how long it took, and which tests of which tier are left."""
 
+import os
 import re
 import resource
 import time
@@ -73,7 +74,9 @@ class FileLedger(Ledger):
         self.kinds, self.deadline = kinds, deadline
         if time.monotonic() > deadline:
             return 0
-        status = pytest.main(["--rootdir", str(ROOT), "-p", "no:cacheprovider", str(self.file)], plugins=[self])
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # it would look through all that is installed
+        options = ["--rootdir", str(ROOT), "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+        status = pytest.main([*options, str(self.file)], plugins=[self])
         if self.is_cut_off:
             return 0
         # an earlier run may have left nothing to do, which pytest reports as an error

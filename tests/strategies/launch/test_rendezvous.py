@@ -137,9 +137,11 @@ def test_rank_0_whose_store_it_is_waits_until_all_know_the_error(monkeypatch: py
 
 
 def test_only_so_many_ranks_are_listed() -> None:
-    for ranks, end in ((64, "61 (a), 62 (a), 62 (a). Give every"), (65, "62 (a), 63 (a), .... Give every")):
-        arrivals = [(min(rank, ranks - 2), "a", {}) for rank in range(ranks)]
+    for ranks, end in ((64, "31 (a), 31 (a). Give every"), (66, "31 (a), 31 (a), .... Give every")):
+        arrivals = [(rank // 2, "a", {}) for rank in range(ranks)]
         assert end in peers._find_fault(arrivals, ranks)
+    several = [(rank, "a", {}) for rank in (*range(99), 98)]
+    assert "each once, but there are 98 (a), 98 (a). Give every" in peers._find_fault(several, 100)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
