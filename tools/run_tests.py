@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import conftest  # noqa: F401  imported once here, instead of in each fork
 import pytest
+from helpers.fork_server import get_python
 from helpers.ledger import hold, run_jobs
 from helpers.reach import MATRICES_PAGE, PAGE, ROOT
 from helpers.results import OUTCOMES, TIERS, FileLedger, open_ledger, read_seconds
@@ -67,6 +68,8 @@ def run_tier(ledgers: list[FileLedger], tier: str) -> int:
     left = [ledger for ledger in ledgers if not ledger.is_done(kinds)]
     left.sort(key=lambda ledger: -seconds.get(ledger.name, sys.maxsize))  # new files come before all others
     print(f"{len(left)} of {len(ledgers)} test files to run", flush=True)
+    if left:
+        get_python()  # for the programs that tests start, once for all files
     run_files([(ledger, kinds) for ledger in left], start)
     spent = time.monotonic() - start
     if tier == "all":
