@@ -81,6 +81,7 @@ def test_offload_takes_shards_and_optimizer_off_the_device():
 
 
 @pytest.mark.guarantees("planned-and-trained")
+@pytest.mark.slow
 def test_a_plan_is_what_processes_use(tmp_path):
     run, variant = Run(TINY, ranks=2, tp_size=1, sequence_length=512), VARIANTS["baseline"]
     added = memory.count_added(memory.plan(run, variant))

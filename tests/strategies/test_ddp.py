@@ -183,7 +183,13 @@ def test_a_module_without_anything_to_train() -> None:
     def run() -> None:
         module = Frozen()
         module.requires_grad_(False)
-        make_trainer(DDPStrategy(), max_steps=-1, max_epochs=1).fit(module, make_loader(make_batches(2 * WORLD)))
+        before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+        trainer = make_trainer(DDPStrategy(), max_steps=-1, max_epochs=1)
+        trainer.fit(module, make_loader(make_batches(2 * WORLD)))
+        assert trainer.fit_loop.total_batch_idx == 1  # of two batches on each rank
+        assert trainer.callback_metrics["loss"] > 0
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, before[name])
 
     run_ranks(run, WORLD)
 
