@@ -206,13 +206,15 @@ def _find_slugs(marks: list[ast.expr]) -> Iterator[str]:
 
 
 def _get_tier(path: Path, marks: list[ast.expr]) -> str:
-    """Say what runs a test with these marks, by the marks themselves or by those of its parameters."""
+    """Say what runs a test with these marks, by the marks themselves and by those of its parameters."""
     own = {ast.unparse(node) for mark in marks for node in _list_marks(mark)}
+    found = _find_marks(path, marks)
     for mark, tier in reversed(TIERS.items()):
         if f"pytest.mark.{mark}" in own:
             return tier
-    found = _find_marks(path, marks)
-    return next((PART + tier for mark, tier in reversed(TIERS.items()) if mark in found), "")
+        if mark in found:
+            return PART + tier
+    return ""
 
 
 def _list_marks(node: ast.expr) -> list[ast.expr]:

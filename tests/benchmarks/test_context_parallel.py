@@ -3,12 +3,13 @@
 import io
 from contextlib import redirect_stdout
 from dataclasses import astuple
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.resident import measure_added
 
 from benchmarks import context_parallel, memory
 from benchmarks.context_parallel import METHODS, Share, ShareCounter, compute_least, find_most, make_run
@@ -104,7 +105,7 @@ def test_simulation_is_what_processes_use(method: str, tmp_path: Path) -> None:
     run = make_run({**TINY, "vocab_size": 4096, "num_hidden_layers": 2}, LENGTH, 2)
     variant = Variant({"context_parallel_method": method})
     added = memory.count_added(memory.plan(run, variant))
-    for resident in memory.run_forked(partial(memory.train, run, variant, str(tmp_path)), 2):
+    for resident in measure_added(run, variant, tmp_path):
         assert added == pytest.approx(resident, rel=0.05)
 
 

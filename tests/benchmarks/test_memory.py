@@ -1,11 +1,11 @@
 """The benchmark of memory at toy size: against arithmetic, and against processes that really train."""
 
-import sys
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.resident import measure_added, run_program
 
 from benchmarks import memory
 from benchmarks.memory import VARIANTS, Run
@@ -85,17 +85,15 @@ def test_offload_takes_shards_and_optimizer_off_the_device():
 def test_a_plan_is_what_processes_use(tmp_path):
     run, variant = Run(TINY, ranks=2, tp_size=1, sequence_length=512), VARIANTS["baseline"]
     added = memory.count_added(memory.plan(run, variant))
-    for resident in memory.run_forked(partial(memory.train, run, variant, str(tmp_path)), 2):
+    for resident in measure_added(run, variant, tmp_path):
         assert added == pytest.approx(resident, rel=0.05)
 
 
 @pytest.mark.slow
-def test_script(monkeypatch, capsys):
-    monkeypatch.setattr(memory, "SMALL", TINY)
+def test_script():
     options = ["--ranks", "4", "--tp-sizes", "2", "--layers", "1", "--sequence-length", "64", "--variants", "full AC"]
-    monkeypatch.setattr(sys, "argv", ["memory.py", *options])
-    memory.main()
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    output = run_program(f"from benchmarks import memory; memory.SMALL = {TINY}; memory.main()", *options)
+    rows = [line for line in output.splitlines() if line.startswith("|")]
     assert [len(row.split("|")) for row in rows] == [14] * 3 + [8] * 4
     for row in rows[-2:]:
         assert float(row.split("|")[-2]) == pytest.approx(1, rel=0.05)

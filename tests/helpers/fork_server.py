@@ -57,6 +57,7 @@ def get_python() -> str:
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
+            "GLIBC_TUNABLES": "",  # huge pages would blur what programs measure of their memory
             "HF_HOME": str(path / "hugging-face"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
