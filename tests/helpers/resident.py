@@ -8,9 +8,8 @@ import pickle
 import subprocess
 from pathlib import Path
 
-from helpers.fork_server import get_python
-
 from benchmarks.memory import Run, Variant
+from helpers.fork_server import get_python
 
 PROGRAM = """
 import json, pickle, sys
