@@ -60,7 +60,7 @@ def is_possible(values: list[Any]) -> bool:
 
 
 ROWS = [row._asdict() for row in AllPairs(VALUES, filter_func=is_possible)]
-FAST = (5, 18, 21, 26, 31)
+FAST = (5, 21, 31)
 """Rows that every change runs: each value of every flag, but for compilation, units of two ranks and some meshes."""
 
 

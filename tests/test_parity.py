@@ -99,7 +99,7 @@ def make_bert() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 @pytest.mark.guarantees("other-losses", "architectures-under-data-parallelism")
 @pytest.mark.parametrize(
     "make",
-    [make_vit, make_t5, pytest.param(make_bert, marks=pytest.mark.slow)],
+    [make_vit, *(pytest.param(make, marks=pytest.mark.slow) for make in (make_t5, make_bert))],
     ids=["vit-classification", "t5", "bert"],
 )
 def test_other_architectures_train_under_dp2(make: Callable[[], tuple[nn.Module, Any]]) -> None:

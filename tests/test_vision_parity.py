@@ -13,14 +13,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
     ("family", "layout"),
     [
         ("chameleon", "dp2"),  # modules without a forward in a list
-        ("internvl", "tp2"),
+        pytest.param("internvl", "tp2", marks=pytest.mark.slow),
         ("cosmos3_edge", "tp2"),  # a table of positions whose weights the module around it reads
         ("dots3_note", "tp2+sp"),  # a tower with a plan, which hands on patches without a batch
         ("qwen2_vl", "tp2+sp"),
-        ("llava (olmo2)", "tp2+sp"),  # a plan of ours, beside a tower with layers of the same name
+        # a plan of ours, beside a tower with layers of the same name
+        pytest.param("llava (olmo2)", "tp2+sp", marks=pytest.mark.slow),
         pytest.param("muse_glimmer", "tp2+sp", marks=pytest.mark.slow),
         pytest.param("step3p7", "tp2", marks=pytest.mark.slow),
-        ("t5gemma2", "tp2"),  # an embedding that puts another vector in the place of one token
+        # an embedding that puts another vector in the place of one token
+        pytest.param("t5gemma2", "tp2", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_one_process(family: str, layout: str) -> None:

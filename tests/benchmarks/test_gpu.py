@@ -57,14 +57,12 @@ def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantees("gpu-commands")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [
         ["attention-kernels", "trace"],
-        pytest.param(
-            ["save", "baselines", "experts", "float8-speed", "pipeline", "baselines-8b", "options", "offload"],
-            marks=pytest.mark.slow,
-        ),
+        ["save", "baselines", "experts", "float8-speed", "pipeline", "baselines-8b", "options", "offload"],
     ],
     ids=["usual", "rest"],
 )

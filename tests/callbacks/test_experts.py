@@ -145,6 +145,7 @@ def test_biases_weights_and_loads_are_those_of_one_process(mesh: str) -> None:
     check_run("deepseek_v3", mesh, [ExpertBias(RATE), ExpertLoad()])
 
 
+@pytest.mark.slow
 def test_loads_alone_are_those_of_one_process() -> None:
     check_run("qwen3_moe", "ep2, full", [ExpertLoad()])
 

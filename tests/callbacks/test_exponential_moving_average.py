@@ -115,12 +115,13 @@ def test_the_averages_are_exported(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantees("averages-on-any-mesh")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "file_format"),
     [
         pytest.param([{}, {"tp_size": 2}], "sharded", id="tp2"),
-        pytest.param([{}, {"pp_size": 2}, {}], "sharded", id="pp2", marks=pytest.mark.slow),
-        pytest.param([{}, {"pp_size": 2}, {"pp_size": 2}, {}], "full", id="pp2-full", marks=pytest.mark.slow),
+        pytest.param([{}, {"pp_size": 2}, {}], "sharded", id="pp2"),
+        pytest.param([{}, {"pp_size": 2}, {"pp_size": 2}, {}], "full", id="pp2-full"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")

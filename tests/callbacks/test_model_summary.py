@@ -60,7 +60,7 @@ def test_parameters_that_are_not_trained() -> None:
 @pytest.mark.parametrize(
     ("flags", "title", "layers"),
     [
-        ({}, "stage 0 of the stages 0 to 1", {"0", "1"}),
+        pytest.param({}, "stage 0 of the stages 0 to 1", {"0", "1"}, marks=pytest.mark.slow),
         (INTERLEAVED, "stages 0 and 2 of the stages 0 to 3", {"0", "2"}),
     ],
     ids=["1f1b", "interleaved"],

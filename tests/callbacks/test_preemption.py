@@ -132,13 +132,13 @@ EVERY_EPOCH = {"limit_train_batches": 2}  # the epoch has not ended before the v
     ("options", "hook"),
     [
         (EVERY_SECOND_STEP, "on_before_backward"),
-        (EVERY_EPOCH, "on_validation_batch_start"),
         *(
             pytest.param(options, hook, marks=pytest.mark.slow)
             for options, hook in (
                 (EVERY_SECOND_STEP, "on_validation_batch_start"),
                 (EVERY_SECOND_STEP, "on_validation_start"),
                 (EVERY_EPOCH, "on_before_backward"),
+                (EVERY_EPOCH, "on_validation_batch_start"),
                 (EVERY_EPOCH, "on_validation_start"),
             )
         ),
@@ -168,6 +168,7 @@ def test_a_validation_that_is_left_out_is_made_up_for(tmp_path: Path, hook: str,
     run_ranks(run, WORLD)
 
 
+@pytest.mark.slow
 def test_a_validation_by_the_clock(tmp_path: Path) -> None:
     def run() -> None:
         options = {"val_check_interval": "00:00:00:00", "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
@@ -376,6 +377,7 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     run_ranks(run, WORLD)
 
 
+@pytest.mark.slow
 def test_two_optimizers_by_hand(tmp_path: Path) -> None:
     def run() -> None:
         modules = [Gan(1, "generator, discriminator") for _ in range(3)]
@@ -455,7 +457,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return calls
 
 
-@pytest.mark.parametrize("ckpt_path", [None, "last"])
+@pytest.mark.parametrize("ckpt_path", [pytest.param(None, marks=pytest.mark.slow), "last"])
 def test_slurm_queues_the_job_again_and_finds_the_checkpoint(
     tmp_path: Path, scontrol: Path, ckpt_path: str | None
 ) -> None:

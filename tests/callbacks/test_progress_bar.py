@@ -54,7 +54,7 @@ def test_a_line_of_a_hundred_columns_shows_loss_tokens_and_memory() -> None:
     assert lines[3].partition("loss")[2] == lines[2].partition("loss")[2], "changed without a log"
 
 
-@pytest.mark.parametrize("has_terminal", [False, True])
+@pytest.mark.parametrize("has_terminal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_log_file_gets_a_line_per_logging_step_and_validation(
     has_terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_end_of_the_bar_is_a_number_of_batches(max_epochs: int, max_steps: i
     assert bar.total_train_batches == total
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_goes_on_counts_to_its_end(tmp_path: Path, accumulate: int) -> None:
     def run() -> list[str]:
         options = {"enable_progress_bar": True, "enable_checkpointing": True, "default_root_dir": tmp_path}

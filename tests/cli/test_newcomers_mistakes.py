@@ -398,7 +398,7 @@ def name(case: Case) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow if number % 16 or case.begins_with_checkpoint else ())
+        pytest.param(case, marks=pytest.mark.slow if number % 32 or case.begins_with_checkpoint else ())
         for number, case in enumerate(CASES)
     ],
     ids=name,

@@ -340,15 +340,16 @@ def fit(corpus, cache, folder, ranks, ckpt_path=None, every=3, **settings):
 
 
 @pytest.mark.guarantees("same-steps")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("settings", "ranks", "resumed_ranks"),
     [
         ({}, 2, 1),
-        pytest.param({"streaming": True}, 1, 2, marks=pytest.mark.slow),
-        pytest.param({"streaming": True}, 2, 1, marks=pytest.mark.slow),
-        pytest.param({"streaming": True, "num_workers": 1}, 1, 1, marks=pytest.mark.slow),
-        pytest.param({"pack": False}, 1, 2, marks=pytest.mark.slow),
+        ({"streaming": True}, 1, 2),
+        ({"streaming": True}, 2, 1),
+        ({"streaming": True, "num_workers": 1}, 1, 1),
+        ({"pack": False}, 1, 2),
     ],
 )
 def test_resumed_fit_on_another_number_of_ranks_takes_the_same_steps(

@@ -80,7 +80,12 @@ def make_policies() -> tuple[Setting, ...]:
         ),
     }
     return tuple(
-        Setting(value=name, flags={"mp_policy": policy}, figures=dict(zip(dtypes, row, strict=True)))
+        Setting(
+            value=name,
+            flags={"mp_policy": policy},
+            figures=dict(zip(dtypes, row, strict=True)),
+            is_slow=name == "param_dtype=bfloat16",
+        )
         for name, (policy, row) in policies.items()
     )
 
@@ -117,6 +122,7 @@ FLAGS = (
                     "logits": FP32,
                     "gradients": FP32,
                 },
+                is_slow=dtype is None,
             )
             for dtype in (None, torch.bfloat16)
         ),
@@ -196,6 +202,7 @@ FLAGS = (
             Setting(value="False", flags={"reshard_after_forward": False}, figures={"all-gathers": UNITS}),
             Setting(
                 value="2, of 4 ranks",
+                is_slow=True,
                 flags={"reshard_after_forward": 2},
                 ranks=4,
                 figures={"all-gathers": UNITS + LAYERS},
@@ -232,7 +239,7 @@ FLAGS = (
                 sizes={"dp_replicate_size": ranks // 2},
                 ranks=ranks,
                 micro_batches=3,
-                is_slow=ranks == 4,
+                is_slow=ranks == 4 or not defers,
                 figures={
                     "reduce-scatters": UNITS if defers else 3 * UNITS,
                     "all-reduces": UNITS if ranks == 4 else 0,

@@ -275,7 +275,8 @@ def run_one_step(
 
 @pytest.mark.guarantees("fused-optimizer")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("fsdp2", "ddp") else ()) for name in FUSED]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name not in ("tp2+sp", "lightning-ddp") else ()) for name in FUSED],
 )
 def test_the_default_optimizer_is_fused(name: str) -> None:
     def run() -> None:

@@ -72,7 +72,7 @@ def assert_loaded(module: CausalLM, logits: Tensor) -> None:
 @pytest.mark.parametrize(
     ("config", "tp_size", "format"),
     [
-        pytest.param(GEMMA, 1, "sharded", id="gemma-dp2-sharded"),
+        pytest.param(GEMMA, 1, "sharded", id="gemma-dp2-sharded", marks=pytest.mark.slow),
         pytest.param(LLAMA, 2, "full", id="llama-tp2-full"),
         pytest.param(GEMMA, 1, "full", id="gemma-dp2-full", marks=pytest.mark.slow),
         pytest.param(LLAMA, 2, "sharded", id="llama-tp2-sharded", marks=pytest.mark.slow),

@@ -308,6 +308,7 @@ class OwnData(pl.LightningDataModule):
         return DataLoader([{name: tensor[0] for name, tensor in make_batch(1).items()}] * 6, 3)
 
 
+@pytest.mark.slow
 def test_of_other_data_modules_the_first_batch_is_read() -> None:
     assert plan(datamodule=OwnData()).batch.shapes["labels"] == (3, LENGTH)
 
@@ -548,6 +549,7 @@ def make_data(batch_size: int) -> TextDataModule:
     return TextDataModule(dataset="nowhere", sequence_length=LENGTH, batch_size=batch_size)
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_is_not_counted(usual: Plan) -> None:
     offloaded = plan(FSDP2Strategy(config=FSDP2Config(offload_policy=True)))
     peak = offloaded.ranks[0].peak

@@ -333,7 +333,7 @@ class UsesOptimizer(Regressor):
 
 @pytest.mark.guarantees("whole-weights")
 @fast_under("fsdp2")
-@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Kind, part: int) -> None:
     batches = make_batches(3 * WORLD)
 
@@ -526,7 +526,7 @@ def test_model_called_from_a_callback_sees_current_weights_and_changes_nothing(
     kind.run(run, WORLD)
 
 
-@fast_under("fsdp2", "megatron_fsdp")
+@fast_under("fsdp2")
 def test_model_called_after_fit(kind: Kind) -> None:
     batches = make_token_batches(2 * WORLD)
 
@@ -797,7 +797,7 @@ class ReadsParameters(pl.Callback):
         self.norms.append(sum(weight.square().sum().item() for weight in weights.values()))
 
 
-@fast_under("fsdp2", "megatron_fsdp")
+@fast_under("fsdp2")
 def test_parameters_can_be_read_in_every_hook(kind: Kind) -> None:
     batches = make_batches(4 * WORLD)
 

@@ -28,14 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fsdp2 import CheckpointConfig, DDPConfig, DDPManager, DDPStrategy, FSDP2Strategy, create_device_mesh
 
 FLAGS: list[dict[str, Any]] = [
-    {"static_graph": True},
-    {"gradient_as_bucket_view": True},
-    {"bucket_cap_mb": 0.001},
     {"activation_checkpointing": "selective", "static_graph": True},
     {"autocast_dtype": torch.bfloat16},
     *(
         pytest.param({name: value}, marks=pytest.mark.slow)
         for name, value in (
+            ("static_graph", True),
+            ("gradient_as_bucket_view", True),
+            ("bucket_cap_mb", 0.001),
             ("find_unused_parameters", True),
             ("broadcast_buffers", False),
             ("activation_checkpointing", True),

@@ -143,6 +143,7 @@ def test_a_second_trainer_with_the_same_flags_in_other_words_goes_on() -> None:
     run_ranks(run, WORLD)
 
 
+@pytest.mark.slow
 def test_second_trainer_on_another_mesh_trains_a_new_module_and_refuses_the_old_one() -> None:
     batches = make_batches(2 * WORLD)
 
@@ -214,7 +215,7 @@ class RecordReductions(pl.Callback):
 
 
 @pytest.mark.guarantees("clipping-and-optimizers")
-@pytest.mark.parametrize("accumulate", [1, 2], ids="accumulate={}".format)
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2], ids="accumulate={}".format)
 def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
     batches = make_batches(3 * accumulate * WORLD)
 
@@ -240,7 +241,7 @@ def test_manual_optimization_with_two_optimizers(accumulate: int) -> None:
     ("world_size", "dp_replicate_size", "all_reduces_per_step"),
     [pytest.param(2, 1, 0, id="dp2"), pytest.param(4, 2, 1, id="hsdp2x2")],
 )
-@pytest.mark.parametrize("defer", [True, False])
+@pytest.mark.parametrize("defer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_accumulation_communicates_no_gradient_that_can_wait(
     defer: bool, world_size: int, dp_replicate_size: int, all_reduces_per_step: int
 ) -> None:
@@ -481,7 +482,7 @@ SUBMODULES = [
 ]
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "hook", ["on_before_optimizer_step", pytest.param("on_train_batch_end", marks=pytest.mark.slow)]
 )

@@ -132,7 +132,7 @@ def test_gradients_are_reduced_over_replicas_once_per_step(sizes: dict[str, int]
     assert expected - actual == {}
 
 
-@pytest.mark.parametrize("defers", [True, False])
+@pytest.mark.parametrize("defers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_zero_grad_drops_what_was_not_yet_reduced_over_replicas(defers: bool) -> None:
     batches = make_batches(6 * 4)
 

@@ -217,6 +217,7 @@ def fail(trainer: pl.Trainer, *_: Any) -> None:
         raise RuntimeError("a failure")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_is_saved_twice(tmp_path: Path) -> None:
     def run() -> None:

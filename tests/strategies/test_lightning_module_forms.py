@@ -62,7 +62,7 @@ class StepsWithoutClosure(TokenMean):
         return IgnoresClosures(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("manual_module", [TokenMean, StepsWithoutClosure])
+@pytest.mark.parametrize("manual_module", [TokenMean, pytest.param(StepsWithoutClosure, marks=pytest.mark.slow)])
 def test_token_mean_under_manual_optimisation_is_that_of_automatic_optimisation(
     manual_module: type[TokenMean],
 ) -> None:

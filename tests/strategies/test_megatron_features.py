@@ -355,11 +355,12 @@ def clip_by_hand(parameters: Any) -> None:
     nn.utils.clip_grad_norm_(parameters, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero_dp_strategy", "synchronises_each", "ranks"),
     [
         (3, True, 2),
-        *(pytest.param(*cell, 4, marks=pytest.mark.slow) for cell in ((0, True), (1, True), (2, True), (1, False))),
+        *((*cell, 4) for cell in ((0, True), (1, True), (2, True), (1, False))),
         *(pytest.param(*cell, marks=pytest.mark.release) for cell in ((3, False, 2), (0, False, 4), (2, False, 4))),
     ],
 )
@@ -559,6 +560,7 @@ def test_a_trained_module_is_tested_and_trained_again_by_another_trainer(ranks: 
 # ---------------------------------------------------------------------- what is kept, and what is refused
 
 
+@pytest.mark.slow
 def test_attributes_of_parameters_outlive_wrapping() -> None:
     def run() -> None:
         for by_shards in (False, True):

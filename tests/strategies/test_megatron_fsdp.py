@@ -64,7 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] =
 }
 
 
-FAST = ("selective", "meta by shards")
+FAST = ("meta by shards",)
 
 
 @pytest.mark.guarantees("float32-losses", "float32-gradients", "megatron-clipping", "double-buffer")
@@ -250,6 +250,7 @@ def get_first_weights(kind: str, flags: dict[str, Any], **options: Any) -> dict[
     return callback.weights
 
 
+@pytest.mark.slow
 def test_a_seed_means_the_same_weights_as_under_fsdp2() -> None:
     def run() -> None:
         expected = get_first_weights("fsdp2", {}, config=LLAMA)
@@ -405,6 +406,7 @@ def test_a_missing_or_old_package_is_one_clear_error() -> None:
             MegatronFSDPStrategy()
 
 
+@pytest.mark.slow
 def test_a_second_synchronised_backward_is_exact_or_refused() -> None:
     """Where gradients add up over backwards that are all synchronised, as under manual optimisation."""
     batches = make_batches(4 * WORLD)
@@ -482,6 +484,7 @@ class WithInputGradients(Regressor):
         return nn.functional.mse_loss(outputs, batch["targets"]) * (1 + gradient.square().mean().detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{}, pytest.param({"dp_replicate_size": 2}, marks=pytest.mark.slow)], ids=["shards", "replicas"]
 )
@@ -518,7 +521,9 @@ class WritesWeights(pl.Callback):
                 parameter.data.mul_(0.9)
 
 
-@pytest.mark.parametrize("write", ["in place", "data", "foreach"])
+@pytest.mark.parametrize(
+    "write", ["in place", *(pytest.param(way, marks=pytest.mark.slow) for way in ("data", "foreach"))]
+)
 def test_weights_that_a_callback_writes_are_computed_with(write: str) -> None:
     batches = make_batches(2 * WORLD)
 

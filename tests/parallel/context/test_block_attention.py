@@ -191,7 +191,7 @@ def test_bfloat16_is_as_exact_as_one_softmax_in_bfloat16() -> None:
 
 
 COMPILED = list(itertools.product([torch.float32, torch.bfloat16], ["causal", "window", "documents"]))
-FAST = [(torch.float32, "causal"), (torch.bfloat16, "window"), (torch.float32, "documents")]
+FAST = [(torch.bfloat16, "window")]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,11 @@ TOGETHER = [list(MODELS)[start : start + 2] for start in range(0, len(MODELS), 2
 """Models of one fork, because a fork costs as much as one of them."""
 
 
-@pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(names, marks=pytest.mark.slow if number % 2 else ()) for number, names in enumerate(TOGETHER)],
+    ids=", ".join,
+)
 def test_steps_of_two_ranks_have_the_gradients_of_one_process(names: list[str]) -> None:
     def run() -> None:
         for name in names:
@@ -389,7 +393,7 @@ def count_trainer_step(strategy: Any, module: pl.LightningModule, micro_batches:
 
 
 @pytest.mark.guarantees("counts-unit-by-unit")
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_trainer_step_costs_no_more_than_that_of_model_parallel_strategy(micro_batches: int) -> None:
     make_model = partial(make_causal_lm, LLAMA)
 

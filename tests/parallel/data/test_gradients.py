@@ -383,7 +383,9 @@ def test_defer_grad_sync_restores_the_flags_after_an_exception(
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("reduce_scatter", [False, True], ids=["all-communication", "all-reduce-only"])
+@pytest.mark.parametrize(
+    "reduce_scatter", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all-communication", "all-reduce-only"]
+)
 def test_deferred_gradients_add_up(reduce_scatter: bool) -> None:
     def run() -> None:
         torch.manual_seed(0)

@@ -79,7 +79,7 @@ def test_parameters_lie_on_the_meshes_of_their_units() -> None:
     run_ranks(run, RANKS)
 
 
-@pytest.mark.parametrize("reduce_scatter", [False, True])
+@pytest.mark.parametrize("reduce_scatter", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_deferred_gradients_on_different_meshes_can_be_dropped(reduce_scatter: bool) -> None:
     def run() -> None:
         model, reference = make_model(), make_model()

@@ -400,7 +400,7 @@ def test_a_save_asks_for_the_space_of_one_copy(ranks: int, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:The loss does not use")
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_without_elements_come_back(tp_size: int, tmp_path: Path) -> None:
     def make(seed: int) -> Any:
         torch.manual_seed(seed)

@@ -64,7 +64,7 @@ def test_a_plain_loop_trains_as_one_process(family: str, schedule: Any, stages: 
     run_ranks(run, ranks)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_batches_that_are_summed_one_by_one_add_up(set_to_none: bool) -> None:
     """Without ``defer_grad_sync``, each batch adds to gradients that the stages have already summed."""
 

@@ -214,7 +214,9 @@ def test_a_mistake_in_an_unused_plan_is_refused_as_in_a_fit() -> None:
             run_describe(strategy(config=config(tp_plan={"layers.0": "colwize"})), 2, Mixture)
 
 
-@pytest.mark.parametrize(("ranks", "zero_dp_strategy"), [(2, 3), (4, 3), (4, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "zero_dp_strategy"), [(2, 3), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((4, 3), (4, 0)))]
+)
 def test_tensor_parallel_shards_under_megatron_fsdp_are_those_of_real_ranks(ranks: int, zero_dp_strategy: int) -> None:
     config = MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy, sequence_parallel=True)
 

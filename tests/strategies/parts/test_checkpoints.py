@@ -186,7 +186,7 @@ def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path: Path, m
 
 
 @pytest.mark.guarantees("nothing-is-removed-early", "complete-last")
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "async"])
 def test_last_names_a_complete_checkpoint_at_every_moment(
     is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +302,7 @@ def test_model_checkpoint_does_not_save_amid_accumulation(tmp_path: Path) -> Non
     run_ranks(run, WORLD)
 
 
+@pytest.mark.slow
 def test_saves_by_time_are_not_amid_accumulation(tmp_path: Path) -> None:
     def run() -> None:
         places = save_during_accumulation(tmp_path, max_steps=6, train_time_interval=timedelta(0))
@@ -476,6 +477,7 @@ def test_links_of_the_user_keep_what_they_point_to_and_names_that_are_written_ag
     verify_checkpoint(tmp_path / "step=3.ckpt")
 
 
+@pytest.mark.slow
 def test_a_later_run_without_links_keeps_what_the_last_one_points_to(tmp_path: Path) -> None:
     good = tmp_path / "last_good.ckpt"
 
@@ -501,6 +503,7 @@ def test_a_later_run_without_links_keeps_what_the_last_one_points_to(tmp_path: P
     verify_checkpoint(good)
 
 
+@pytest.mark.slow
 def test_links_of_another_name_are_moved_along_after_a_restart(tmp_path: Path) -> None:
     class Checkpoint(ModelCheckpoint):
         CHECKPOINT_NAME_LAST = "newest"
@@ -660,7 +663,7 @@ class Reader(Regressor):
 
 
 @pytest.mark.guarantees("dropped-states")
-@pytest.mark.parametrize("loader", [RankLoader, GlobalLoader])
+@pytest.mark.parametrize("loader", [RankLoader, pytest.param(GlobalLoader, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("before", "after", "samples"),
     [(2, 1, 8), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 2, 8), (2, 2, 8), (2, 1, SAMPLES)))],

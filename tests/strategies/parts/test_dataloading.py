@@ -482,13 +482,11 @@ def assert_resumed_run_reads_the_next_batch(kind: str, step: int, folder: Path, 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [
-        ("own", 2),
         ("own, sized", 2),
-        ("torchdata", 2),
         ("torchdata with a worker", 1),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
-            for cell in (("own", 1), ("torchdata", 1), ("torchdata with a worker", 2))
+            for cell in (("own", 1), ("own", 2), ("torchdata", 1), ("torchdata", 2), ("torchdata with a worker", 2))
         ),
     ],
 )
