@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
@@ -172,6 +172,18 @@ def test_memory_of_reading_whole(tmp_path: Path) -> None:
 
     for shards, peak in run_ranks(measure, 2):
         assert peak <= shards + 2 * whole + 100_000_000, f"{peak / 1e6} MB, of which {shards / 1e6} are shards"
+
+
+def test_it_is_known_what_is_made_from_each_stored_tensor(tmp_path: Path) -> None:
+    model = save("qwen3_moe", tmp_path)
+    stored = [*load_file(tmp_path / "model.safetensors"), "unknown"]
+    targets = pretrained_shards.get_targets(model, stored, get_model_conversion_mapping(model))
+    experts = "model.layers.1.mlp.experts"
+    assert targets.keys() == {*stored}
+    assert targets[f"{experts}.1.gate_proj.weight"] == targets[f"{experts}.0.up_proj.weight"]
+    assert targets[f"{experts}.1.gate_proj.weight"] == [f"{experts}.gate_up_proj"]
+    assert targets["model.norm.weight"] == ["model.norm.weight"]
+    assert targets["unknown"] == []
 
 
 def test_what_cannot_be_converted_is_named_once_with_the_reason(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""What a resumed run reads: the batches that the run before would have read next."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.user_modules import UserModule
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_fsdp2 import FSDP2Strategy
+
+EPOCH, RANKS = 4, 2
+
+
+class Reader(UserModule):
+    """Writes down the samples of its training steps."""
+
+    make_optimizer = staticmethod(partial(torch.optim.SGD, lr=1e-3))
+
+    def build(self) -> None:
+        self.layer = nn.Linear(1, 1)
+        self.read: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.read += batch.flatten().int().tolist()
+        return self.layer(batch).mean()
+
+
+class SavesAt(pl.Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(accelerator="cpu", devices=RANKS, strategy=FSDP2Strategy(), **quiet, **options)
+
+
+def make_loader(*, shuffle: bool) -> StatefulDataLoader[Tensor]:
+    samples: Any = torch.arange(RANKS * EPOCH, dtype=torch.float32)[:, None]
+    return StatefulDataLoader(samples, sampler=DistributedSampler(samples, shuffle=shuffle))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_after_a_fit_that_ended_in_an_epoch_has_the_position_of_its_loader(tmp_path: Path) -> None:
+    """The end of a fit closes the iterators of its loaders, which know the position."""
+
+    def run() -> list[int]:
+        trainer = make_trainer(max_steps=EPOCH - 1)
+        trainer.fit(Reader(), make_loader(shuffle=False))
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        resumed = Reader()
+        make_trainer(max_steps=EPOCH + 1).fit(resumed, make_loader(shuffle=False), ckpt_path=tmp_path / "a.ckpt")
+        return resumed.read
+
+    # rank 0 reads 0, 2, 4, 6
+    assert run_ranks(run, RANKS) == [[6, 0], [7, 1]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_epoch_in_which_a_run_is_resumed_is_shuffled_as_in_a_run_that_went_through(tmp_path: Path) -> None:
+    path, step = tmp_path / "a.ckpt", EPOCH + 1
+
+    def run() -> tuple[list[int], list[int]]:
+        through, resumed = Reader(), Reader()
+        make_trainer(max_epochs=3, callbacks=[SavesAt(step, path)]).fit(through, make_loader(shuffle=True))
+        make_trainer(max_epochs=3).fit(resumed, make_loader(shuffle=True), ckpt_path=path)
+        return through.read, resumed.read
+
+    for through, resumed in run_ranks(run, RANKS):
+        assert resumed == through[step:]
+        assert through[:EPOCH] != through[EPOCH : 2 * EPOCH], "each epoch has an order of its own"
