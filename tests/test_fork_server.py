@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.fork_server import get_python
+from helpers.fork_server import FORKED_SECONDS, get_python
+from helpers.results import get_processor_seconds
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +99,16 @@ def test_signals_reach_the_program(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.wait(60) == (85 if number == signal.SIGUSR1 else -number)
         assert process.stdout.read() == ""  # the program has ended, too
+
+
+def test_the_time_that_programs_use_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of what a program starts, too."""
+    (tmp_path / "seconds").touch()
+    monkeypatch.setenv(FORKED_SECONDS, str(tmp_path / "seconds"))
+    use = "import time\nwhile time.process_time() < 0.4: pass"
+    before = get_processor_seconds()
+    run(get_python(), ["-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {use!r}])"])
+    assert 0.4 <= get_processor_seconds() - before < 3
 
 
 def test_what_a_program_starts_is_forked() -> None:

@@ -30,6 +30,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run_tests, "FOLDER", tmp_path / ".test")
     markers = ["slow", "release", "matrix(name)"]
     (tmp_path / "pyproject.toml").write_text(f"[tool.pytest.ini_options]\nmarkers = {markers}\n")
+    (tmp_path / "constraints.txt").touch()
     (tmp_path / "docs").mkdir()
     (tmp_path / "tests").mkdir()
     return tmp_path
@@ -117,10 +118,27 @@ def test_a_test_file_that_cannot_be_collected_is_a_failure(repository: Path) -> 
     assert "`tests/test_broken.py (ended with 2" in (repository / "docs/test-all.md").read_text()
 
 
-def test_reasons_of_skips_are_on_the_page(repository: Path) -> None:
-    write(repository, {"tests/test_gpu.py": "import pytest\n" + make_test(repository, "gpu", "pytest.skip('no GPU')")})
-    assert run(repository) == (0, ["gpu"])
+def test_what_is_skipped_is_on_the_page_with_its_reason_and_is_tried_again(repository: Path) -> None:
+    tests = "import pytest\n" + make_test(repository, "cpu") + make_test(repository, "gpu", "pytest.skip('no GPU')")
+    write(repository, {"tests/test_gpu.py": tests})
+    assert run(repository) == (0, ["cpu", "gpu"])
     assert "- no GPU: 1" in (repository / "docs/test-all.md").read_text()
+    assert run(repository) == (0, ["gpu"])
+
+
+def test_a_test_that_failed_and_was_skipped_at_its_end_has_failed(repository: Path) -> None:
+    fixture = "import pytest\n@pytest.fixture\ndef late():\n    yield\n    pytest.skip('too late')\n"
+    write(repository, {"tests/test_late.py": f"{fixture}def test_late(late): raise ValueError('first')\n"})
+    assert run(repository)[0] == 1
+    assert "- `tests/test_late.py::test_late`" in (repository / "docs/test-all.md").read_text()
+
+
+def test_what_was_repeated_after_a_crash_is_on_the_page(repository: Path) -> None:
+    warn = "import warnings; warnings.warn('tried again: rank 1 died in a native thread')"
+    write(repository, {"tests/test_crash.py": make_test(repository, "crash", warn) + make_test(repository, "other")})
+    assert run(repository)[0] == 0
+    repeated = (repository / "docs/test-all.md").read_text().partition("## Repeated after a crash of native code")[2]
+    assert repeated.split() == ["-", "`tests/test_crash.py::test_crash`"]
 
 
 def test_the_longest_of_the_last_run_start_first_after_the_unknown(
@@ -152,6 +170,7 @@ def test_each_tier_runs_its_kinds_of_tests(repository: Path, capfd: pytest.Captu
     assert "- `tests/test_mixed.py`: 1, 0 s" in (repository / "docs/matrices.md").read_text()
     assert run(repository, "fast") == (0, [])
     assert run(repository, "fast", "--again") == (0, ["fast"])
+    assert run(repository, "matrices") == (0, [])  # the others still stand
 
 
 def test_a_slow_test_that_failed_does_not_fail_the_fast_ones(repository: Path) -> None:
@@ -188,6 +207,16 @@ def test_other_arguments_are_those_of_pytest(repository: Path, capfd: pytest.Cap
     assert run(repository, "fast", path, "-k", "one") == (0, ["one"])
     assert "= 1 passed" in capfd.readouterr().out
     assert run(repository, "fast", path, "-k", "absent") == (pytest.ExitCode.NO_TESTS_COLLECTED, [])
+    assert run(repository, "matrices", path, "-k", "one") == (0, ["one"])
+
+
+@pytest.mark.parametrize("option", [["--list"], ["--seconds", "0"], ["--since", "HEAD"]])
+def test_options_of_changed_are_refused_elsewhere(
+    option: list[str], repository: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(repository, "all", *option)
+    assert "are for changed, not for all; leave them out" in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -245,6 +274,49 @@ def test_a_change_runs_what_is_most_likely_to_fail_first(history: Path, capfd: p
     assert run(history, "changed") == (0, ["alone"])
     write(history, {"lightning_fsdp2/a/part.py": "def part(): return 4\n"})
     assert run(history, "changed", "--since", "HEAD") == (0, everything)
+
+
+def test_a_change_runs_slow_tests_that_nothing_is_known_of(history: Path) -> None:
+    assert run(history, "fast") == (0, ["alone", "direct", "indirect", "mirror"])
+    write(history, {"lightning_fsdp2/a/part.py": "def part(): return 2\n"})
+    assert run(history, "changed")[1] == ["mirror", "slow", "direct", "indirect", "other"]
+    more = "import pytest\n@pytest.mark.slow\n" + make_test(history, "more")
+    write(history, {"tests/test_alone.py": make_test(history, "alone") + more})
+    assert run(history, "changed")[1] == ["alone", "more"]
+
+
+def test_a_list_of_what_a_change_runs_changes_nothing(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(history, {"lightning_fsdp2/a/part.py": "def part(): return 2\n"})
+    assert run(history, "changed")[0] == 0
+    capfd.readouterr()
+    assert run(history, "changed", "--list", "--again") == (0, [])
+    assert "tests/a/test_part.py, slow tests" in capfd.readouterr().out
+    assert run(history, "changed") == (0, [])
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_who_still_imports_a_module_that_is_gone_is_run(history: Path, is_renamed: bool) -> None:
+    module = history / "lightning_fsdp2/a/part.py"
+    if is_renamed:
+        module.rename(module.with_name("piece.py"))
+    else:
+        module.unlink()
+    assert run(history, "changed")[1] == ["mirror", "slow", "direct", "indirect", "other"]
+
+
+def test_a_slow_test_that_dies_under_changed_is_shown(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    dies = "import pytest\n@pytest.mark.slow\n" + make_test(history, "dies", "print('so far'); import os; os._exit(9)")
+    write(history, {"tests/test_alone.py": make_test(history, "alone") + dies})
+    assert run(history, "changed") == (1, ["alone", "dies"])
+    output = capfd.readouterr().out
+    assert "failed: tests/test_alone.py (ended with 9, see .test/tests/test_alone.py-slow.log)" in output
+    assert "not all run" not in output
+
+
+def test_an_unknown_beginning_of_a_change_is_said(history: Path) -> None:
+    with pytest.raises(SystemExit, match=r"unknown revision.*name where the change began with --since") as error:
+        run(history, "changed", "--since", "nowhere")
+    assert "nowhere" in str(error.value)
 
 
 def test_a_change_starts_nothing_after_its_time(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -312,6 +384,19 @@ def test_two_jobs_run_at_once_and_end_with_the_run(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -9
 
 
+def test_what_a_job_leaves_running_ends_with_it_and_what_it_raises_is_in_its_log(tmp_path: Path) -> None:
+    def leave() -> int:
+        process = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "process").write_text(str(process.pid))
+        raise ValueError("mine")
+
+    assert [(name, status) for name, status, _ in run_jobs({"job": leave}, tmp_path)] == [("job", 1)]
+    assert "ValueError: mine" in (tmp_path / "job.log").read_text()
+    left = Path("/proc", (tmp_path / "process").read_text(), "stat")
+    while left.exists() and left.read_text().split()[2] != "Z":  # whoever adopts it may not have reaped it yet
+        pass
+
+
 def test_rooms_reach_what_is_below_them() -> None:
     """The real repository: a strategy's change leaves the passes' tests alone, and the command line has it all."""
 
@@ -324,11 +409,17 @@ def test_rooms_reach_what_is_below_them() -> None:
     assert {"strategies", "parallel", "managers"} <= rooms("tests/strategies/test_fsdp2.py")
     assert {"plan", "cli", "callbacks", "data"} <= rooms("tests/cli/test_cli.py")
     assert ROOT / "configs/quickstart.yaml" in find_reach(ROOT / "tests/test_configs.py")
+    assert ROOT / "tests/examples/srun.py" in find_reach(ROOT / "tests/examples/test_launch.py")  # beside a helper
+    assert ROOT / "tests/helpers/fork_stand_in.py" in find_reach(ROOT / "tests/test_quickstart.py")
+    assert ROOT / "tests/helpers/fork_server.py" in find_reach(ROOT / "tests/examples/test_examples.py")  # by conftest
+    assert ROOT / "tests/helpers/limits.py" in find_reach(ROOT / "tests/test_floors.py")
+    assert ROOT / "tests/helpers/results.py" not in find_reach(ROOT / "tests/test_floors.py")
 
 
 def test_who_names_the_folder_of_tests_reaches_all_of_them(repository: Path) -> None:
     files = {"tests/test_reader.py": "ALL = 'tests/'\n", "tests/test_other.py": "ONE = 'tests/test_reader.py'\n"}
     write(repository, {**files, "tests/names.yaml": "{}\n"})
-    reached = find_reach(repository / "tests/test_reader.py").keys() - {repository / "pyproject.toml"}
+    for_all = {repository / name for name in ("pyproject.toml", "constraints.txt")}
+    reached = find_reach(repository / "tests/test_reader.py").keys() - for_all
     assert reached == {repository / name for name in (*files, "tests/names.yaml")}
     assert repository / "tests/test_reader.py" not in find_reach(repository / "tests/test_other.py")

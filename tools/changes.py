@@ -9,16 +9,20 @@ from helpers.results import TIERS, FileLedger
 
 
 def find_changed(since: str | None) -> set[Path]:
-    """Return the files that differ from the commit ``since``, new ones included.
+    """Return the files that differ from the commit ``since``, new and deleted ones included.
 
     Without ``since`` a change begins where the branch left main. On main itself it is what is not committed yet, or
     else the last commit.
+
+    Raises:
+        SystemExit: When git knows no such commit.
     """
     untracked = _git("ls-files", "--others", "--exclude-standard")
     base = since or _git("merge-base", "HEAD", "main")[0]
     if not since and base == _git("rev-parse", "HEAD")[0] and not untracked and not _git("diff", "--name-only", "HEAD"):
         base = "HEAD~1"
-    return {ROOT / name for name in [*_git("diff", "--name-only", base), *untracked]}
+    # the old name of a renamed file, too, since something may still import it
+    return {ROOT / name for name in [*_git("diff", "--name-only", "--no-renames", base), *untracked]}
 
 
 def order_by_likelihood(ledgers: Iterable[FileLedger], changed: Collection[Path]) -> list[tuple[FileLedger, str]]:
@@ -29,9 +33,10 @@ def order_by_likelihood(ledgers: Iterable[FileLedger], changed: Collection[Path]
     a changed file come before those that import what imports it, and so on.
     """
     mirrors = {get_mirror(path) for path in changed}
+    deleted = {path for path in changed if not path.exists()}
     steps = []
     for ledger in ledgers:
-        reached = find_reach(ledger.file)
+        reached = find_reach(ledger.file, deleted)
         distances = [reached[path] for path in changed if path in reached]
         if distances:
             distance = 0 if ledger.name in mirrors else min(distances)
@@ -56,5 +61,9 @@ def get_mirror(path: Path) -> str:
 
 
 def _git(*arguments: str) -> list[str]:
-    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise SystemExit(
+            f"git {' '.join(arguments)}: {run.stderr.splitlines()[0]}; name where the change began with --since."
+        )
     return run.stdout.splitlines()

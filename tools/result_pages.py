@@ -14,7 +14,7 @@ from helpers.results import OUTCOMES, TIERS, FileLedger
 
 
 def summarize(ledgers: list[FileLedger], seconds: float, ran: int) -> str:
-    """Return the page of all tests as Markdown: versions, counts and seconds of each file, failures, reasons of skips.
+    """Return the page of all tests as Markdown: versions, counts and seconds of each file, and what went wrong.
 
     Args:
         ledgers: One for each test file.
@@ -34,6 +34,7 @@ def summarize(ledgers: list[FileLedger], seconds: float, ran: int) -> str:
         *(build_row(f"`{name}`", results[name]) for name in sorted(results)),
         build_row("all", every),
         *describe_failures(ledgers, TIERS["all"]),
+        *describe_repetitions(ledgers),
     ]
     skipped = Counter(result["reason"] for result in every if result["outcome"] == "skipped")
     if skipped:
@@ -116,3 +117,9 @@ def describe_failures(ledgers: Iterable[FileLedger], kinds: Iterable[str]) -> li
     """Return the list of failed tests with its heading, or nothing."""
     failed = [test for ledger in ledgers for test in ledger.list_failed(tuple(kinds))]
     return ["", "## Failed", "", *(f"- `{test}`" for test in failed)] if failed else []
+
+
+def describe_repetitions(ledgers: Iterable[FileLedger]) -> list[str]:
+    """Return the list of tests that were repeated after a crash of native code with its heading, or nothing."""
+    names = [name for ledger in ledgers for name, result in ledger.tests.items() if result.get("tried_again")]
+    return ["", "## Repeated after a crash of native code", "", *(f"- `{name}`" for name in names)] if names else []

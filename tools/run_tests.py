@@ -6,6 +6,8 @@ and of all files that the test file can reach (:mod:`helpers.reach`). So after a
 the changed files run again. Tests that have passed are left out. ``all`` and ``matrices`` write a page under ``docs/``.
 
 ``changed`` runs those of ``all`` that a change can reach, the most likely to fail first, within a given time.
+
+Other arguments go to pytest, which then runs by itself.
 """
 
 import argparse
@@ -23,53 +25,58 @@ import conftest  # noqa: F401  imported once here, instead of in each fork
 import pytest
 from helpers.fork_server import get_python
 from helpers.ledger import hold, run_jobs
-from helpers.reach import MATRICES_PAGE, PAGE, ROOT
+from helpers.reach import MATRICES_PAGE, PAGE, ROOT, find_reach
 from helpers.results import OUTCOMES, TIERS, FileLedger, open_ledger, read_seconds
 
 from tools import result_pages
 from tools.changes import find_changed, order_by_likelihood
 
 FOLDER = ROOT / ".test"
+FORK_SERVER = ROOT / "tests/helpers/fork_server.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tests that are left, and return 1 if a test failed or none ran."""
-    options, for_pytest = build_parser().parse_known_args(arguments)
+    """Run the tests that are left, and return 1 if a test failed, now or when it last ran."""
+    options, for_pytest = parse(arguments)
     if for_pytest:
-        left_out = {"fast": "slow or release", "matrices": "()"}.get(options.what, "release")
-        return int(pytest.main(["-m", f"not ({left_out})", *for_pytest]))
+        left_out = {"fast": ["-m", "not (slow or release)"], "matrices": []}.get(options.what, ["-m", "not release"])
+        return int(pytest.main([*left_out, *for_pytest]))
     with hold(FOLDER):
         files = sorted((ROOT / "tests").rglob("test_*.py"))
         ledgers = [open_ledger(file, FOLDER) for file in files]
-        if options.again:
-            for ledger in ledgers:
-                ledger.clear()
         if options.what == "changed":
             return run_changed(ledgers, options)
-        return run_tier(ledgers, options.what)
+        return run_tier(ledgers, options.what, again=options.again)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line. Options that it does not know go to pytest, which then runs alone."""
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of the command line, and the arguments for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*TIERS, "changed"])
     parser.add_argument("--again", action="store_true", help="also run tests that have passed")
     parser.add_argument("--since", help="changed: the commit before the change; main, or else the last one, by default")
-    parser.add_argument("--seconds", type=float, default=600.0, help="changed: the time after which no test begins")
+    parser.add_argument("--seconds", type=float, help="changed: the time within which tests end, 600 by default")
     parser.add_argument("--list", action="store_true", help="changed: name the files, but run nothing")
-    return parser
+    options, others = parser.parse_known_args(arguments)
+    if options.what != "changed" and (options.since or options.seconds is not None or options.list):
+        parser.error(f"--since, --seconds and --list are for changed, not for {options.what}; leave them out.")
+    return options, others
 
 
-def run_tier(ledgers: list[FileLedger], tier: str) -> int:
-    """Run all tests of a tier that have not passed, the files that take longest first, and write the tier's page."""
+def run_tier(ledgers: list[FileLedger], tier: str, *, again: bool) -> int:
+    """Run the tests of a tier, the files that take longest first, and write the tier's page.
+
+    Tests that have passed are left out, unless ``again`` is true.
+    """
     start = time.monotonic()
     kinds = TIERS[tier]
+    if again:
+        for ledger in ledgers:
+            ledger.clear(kinds)
     seconds = read_seconds(ledgers, kinds)
     left = [ledger for ledger in ledgers if not ledger.is_done(kinds)]
     left.sort(key=lambda ledger: -seconds.get(ledger.name, sys.maxsize))  # new files come before all others
     print(f"{len(left)} of {len(ledgers)} test files to run", flush=True)
-    if left:
-        get_python()  # for the programs that tests start, once for all files
     run_files([(ledger, kinds) for ledger in left], start)
     spent = time.monotonic() - start
     if tier == "all":
@@ -81,31 +88,35 @@ def run_tier(ledgers: list[FileLedger], tier: str) -> int:
 
 def run_changed(ledgers: list[FileLedger], options: argparse.Namespace) -> int:
     """Run what a change can reach, the most likely to fail first, until the time is over."""
-    start = time.monotonic()
-    seconds = {kind: read_seconds(ledgers, [kind]) for kind in TIERS["all"]}
+    start, limit = time.monotonic(), 600.0 if options.seconds is None else options.seconds
     order = order_by_likelihood(ledgers, find_changed(options.since))
-    # a file without slow tests is done with them
-    steps = [(ledger, kind) for ledger, kind in order if seconds[kind].get(ledger.name) != 0]
-    steps = [(ledger, kind) for ledger, kind in steps if not ledger.is_done([kind])]
+    reached = list(dict.fromkeys(ledger for ledger, _ in order))
+    if options.again and not options.list:
+        for ledger in reached:
+            ledger.clear(TIERS["all"])
+    steps = [(ledger, kind) for ledger, kind in order if options.again or not ledger.is_done([kind])]
     if options.list:
+        seconds = {kind: read_seconds(reached, [kind]) for kind in TIERS["all"]}
         for ledger, kind in steps:
             print(f"{seconds[kind].get(ledger.name, 0):6.0f} s  {ledger.name}, {kind} tests")
         return 0
-    run_files([(ledger, [kind]) for ledger, kind in steps], start, deadline=start + options.seconds)
+    run_files([(ledger, [kind]) for ledger, kind in steps], start, deadline=start + limit)
     for ledger, kind in steps:
-        if not ledger.is_done([kind]) and not ledger.list_failed([kind]):
-            print(f"not all run in {options.seconds:.0f} s: {ledger.name}, {kind} tests")
-    return conclude(list(dict.fromkeys(ledger for ledger, _ in order)), TIERS["all"], time.monotonic() - start)
+        if not ledger.has_ended([kind]) and not ledger.list_failed([kind]):
+            print(f"not all run in {limit:.0f} s: {ledger.name}, {kind} tests")
+    return conclude(reached, TIERS["all"], time.monotonic() - start)
 
 
 def run_files(steps: list[tuple[FileLedger, Sequence[str]]], start: float, deadline: float = float("inf")) -> None:
     """Run each file's tests of the given kinds in a fork, print how each ended, and show the output of what failed."""
     named = {f"{ledger.name}{'-slow' if kinds == ['slow'] else ''}": (ledger, kinds) for ledger, kinds in steps}
     jobs = {name: partial(ledger.run, kinds, deadline) for name, (ledger, kinds) in named.items()}
+    if any(FORK_SERVER in find_reach(ledger.file) for ledger, _ in steps):
+        get_python()  # for the programs that tests start, once for all files
     for number, (name, status, seconds) in enumerate(run_jobs(jobs, FOLDER), 1):
         ledger, kinds = named[name]
         log = FOLDER / f"{name}.log"
-        ledger.note_end(status, log)
+        ledger.note_end(kinds, status, log)
         line = f"{number:3}/{len(jobs)}  {ledger.describe(kinds, seconds)}"
         print(f"{time.monotonic() - start:6.0f} s  {line}", flush=True)
         if ledger.list_failed(kinds):

@@ -42,6 +42,9 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
 )
 
+FORKED_SECONDS = "FORKED_SECONDS"
+"""Variable that names a file, to which the processor seconds of each forked program are added."""
+
 NAMESPACES = ("net", "uts", "mnt")
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 20, 250
 
@@ -106,7 +109,7 @@ def fork_program(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     if program != 0:
         for descriptor in descriptors:
             os.close(descriptor)
-        watch(program, connection, list(start["is_ignored"]))
+        watch(program, connection, list(start["is_ignored"]), start["environment"].get(FORKED_SECONDS))
     end_with_parent(own)
     connection.close()
     return start, descriptors
@@ -127,15 +130,22 @@ def enter_namespaces(process: int) -> None:
         os.close(file)
 
 
-def watch(program: int, connection: socket.socket, signals: list[int]) -> NoReturn:
-    """Hand on signals until the program ends, and tell how; kill it if the process that asked for it ends before."""
+def watch(program: int, connection: socket.socket, signals: list[int], seconds: str | None) -> NoReturn:
+    """Hand on signals until the program ends, and tell how; kill it if the process that asked for it ends before.
+
+    A file of the name ``seconds`` gets the processor seconds that the program has used.
+    """
     for number in signals:
         signal.signal(number, signal.SIG_IGN)  # those for the program's process group
     end = os.pidfd_open(program)
     try:
         while end not in select.select([connection, end], [], [])[0]:
             os.kill(program, (connection.recv(1) or bytes([signal.SIGKILL]))[0])
-        connection.send(str(os.waitpid(program, 0)[1]).encode())
+        _, status, usage = os.wait4(program, 0)
+        if seconds and os.path.exists(seconds):
+            with open(seconds, "a") as file:
+                file.write(f"{usage.ru_utime + usage.ru_stime}\n")
+        connection.send(str(status).encode())
     finally:
         os._exit(0)
 

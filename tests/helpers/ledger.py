@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +56,19 @@ class Ledger:
             file.write(json.dumps({"name": name, **result}) + "\n")
 
 
+@cache
+def list_installed() -> list[tuple[str, str]]:
+    """Return the packages of ``constraints.txt`` that are installed, with their versions."""
+    installed = []
+    for name in re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE):
+        with suppress(PackageNotFoundError):
+            installed.append((name, version(name)))
+    return installed
+
+
 def get_key(files: Iterable[Path], *facts: str) -> str:
     """Return a hash of what decides a result: the contents of files, the versions, and further facts."""
-    digest = hashlib.sha256(repr((VERSIONS, facts)).encode())
+    digest = hashlib.sha256(repr((VERSIONS, list_installed(), facts)).encode())
     for path in sorted(files):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT)}\0{len(content)}\0".encode() + content)
@@ -103,11 +116,15 @@ def run_jobs(jobs: dict[str, Job], folder: Path) -> Iterator[tuple[str, int, flo
             process, status = os.wait()
             if process in running:
                 name, start = running.pop(process)
+                with suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGKILL)  # what the job has left running
                 start_next()
                 yield name, os.waitstatus_to_exitcode(status), time.monotonic() - start
     finally:
         for process in running:
-            os.killpg(process, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a job that had just begun had no group yet
+                os.killpg(process, signal.SIGKILL)
         signal.signal(signal.SIGTERM, previous)
 
 
@@ -126,12 +143,15 @@ def _fork(job: Job, log: Path) -> int:
         os.dup2(output, 2)
         status = job()
         sys.stdout.flush()
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(status)
 
 
+@cache
 def get_commit() -> str:
-    """Return the checked out commit, with a note if tracked files differ from it."""
+    """Return the commit that was checked out when the run began, with a note if tracked files differed from it."""
     try:
         git = subprocess.run(
             ["git", "describe", "--always", "--dirty=, with changes"],

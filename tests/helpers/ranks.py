@@ -34,6 +34,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
 PATIENCE_SECONDS = 10.0
+TRIED_AGAIN = "tried again: "
+"""Beginning of the warning about a run that was repeated after a crash of native code."""
+
 DAMAGED_HEAP = re.compile(r"^(malloc|free|realloc)\(\): |^(double free or )?corruption|^corrupted ", re.MULTILINE)
 """What the C library writes before it aborts a process with a damaged heap."""
 
@@ -88,7 +91,7 @@ def run_ranks(
     try:
         return _run_once(function, world_size, args, group, patience)
     except NativeCrash as crash:
-        warnings.warn(f"tried again: {crash}", stacklevel=2)
+        warnings.warn(f"{TRIED_AGAIN}{crash}", stacklevel=2)
         return _run_once(function, world_size, args, group, patience, is_second=True)
 
 

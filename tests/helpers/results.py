@@ -3,15 +3,19 @@
 import os
 import re
 import resource
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from helpers.fork_server import FORKED_SECONDS
 from helpers.ledger import Ledger, get_commit, get_key
+from helpers.ranks import TRIED_AGAIN
 from helpers.reach import PAGE, ROOT, find_reach
 
 TIERS = {"fast": ("fast",), "all": ("fast", "slow"), "matrices": ("fast", "slow", "release")}
@@ -52,7 +56,7 @@ class FileLedger(Ledger):
     @property
     def commits(self) -> set[str]:
         """The commits at which the tests ran."""
-        return {result["commit"] for name, result in self.results.items() if name.startswith(END)}
+        return {result["commit"] for result in self.results.values()}
 
     def select(self, kinds: Collection[str]) -> dict[str, dict[str, Any]]:
         """Return the results of tests of these kinds."""
@@ -62,7 +66,13 @@ class FileLedger(Ledger):
         return [name for name, result in self.select(kinds).items() if result["outcome"] == "failed"]
 
     def is_done(self, kinds: Collection[str]) -> bool:
-        return all(END + kind in self.results for kind in kinds) and not self.list_failed(kinds)
+        """Return whether all tests of these kinds have passed. One that was skipped may run where something is new."""
+        outcomes = {result["outcome"] for result in self.select(kinds).values()}
+        return self.has_ended(kinds) and outcomes <= {"passed"}
+
+    def has_ended(self, kinds: Collection[str]) -> bool:
+        """Return whether all tests of these kinds have run, however they ended."""
+        return all(END + kind in self.results for kind in kinds)
 
     def run(self, kinds: Collection[str], deadline: float = float("inf")) -> int:
         """Run the tests of these kinds that have not passed, and return the exit status.
@@ -72,11 +82,15 @@ class FileLedger(Ledger):
             deadline: Time, as of :func:`time.monotonic`, after which no test should end.
         """
         self.kinds, self.deadline = kinds, deadline
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or self.is_done(kinds):
             return 0
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # it would look through all that is installed
         options = ["--rootdir", str(ROOT), "-p", "pytest_timeout", "-p", "no:cacheprovider"]
-        status = pytest.main([*options, str(self.file)], plugins=[self])
+        with (
+            tempfile.NamedTemporaryFile(prefix="forked-seconds-") as file,
+            patch.dict(os.environ, {FORKED_SECONDS: file.name}),
+        ):
+            status = pytest.main([*options, str(self.file)], plugins=[self])
         if self.is_cut_off:
             return 0
         # an earlier run may have left nothing to do, which pytest reports as an error
@@ -86,18 +100,28 @@ class FileLedger(Ledger):
             self.add(END + kind, commit=get_commit())
         return 0
 
-    def note_end(self, status: int, log: Path) -> None:
-        """Read what the process that ran the tests has written, and count the file as failed if it died."""
+    def note_end(self, kinds: Sequence[str], status: int, log: Path) -> None:
+        """Read what the process that ran tests of these kinds has written, and count a failure if it died."""
         self.read()
         if status:
             name = f"{self.name} (ended with {status}, see {log.relative_to(ROOT)})"
-            self.crash[name] = {"kind": "fast", "outcome": "failed", "seconds": 0.0}
+            self.crash[name] = {"kind": kinds[0], "outcome": "failed", "seconds": 0.0, "commit": get_commit()}
 
-    def clear(self) -> None:
-        """Forget the results, but not how long the tests take."""
+    def clear(self, kinds: Collection[str]) -> None:
+        """Forget the results of tests of these kinds, but not how long they take."""
         self.earlier |= self.results
-        self.results = {}
+        kept = {name: r for name, r in self.results.items() if r.get("kind", name.removeprefix(END)) not in kinds}
         self.path.unlink(missing_ok=True)
+        self.results = {}
+        for name, result in kept.items():
+            self.add(name, **result)
+
+    def sum_seconds(self) -> dict[str, float]:
+        """Return how long the tests of each kind took when they last ran."""
+        seconds: Counter[str] = Counter()
+        for name, result in (self.earlier | self.results).items():
+            seconds[result.get("kind", name.removeprefix(END))] += result.get("seconds", 0.0)
+        return seconds
 
     def describe(self, kinds: Collection[str], seconds: float) -> str:
         counts = Counter(result["outcome"] for result in self.select(kinds).values())
@@ -106,15 +130,26 @@ class FileLedger(Ledger):
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         passed = {name for name, result in self.results.items() if result.get("outcome") == "passed"}
+        for kind in {*TIERS["matrices"]} - {get_kind(item) for item in items}:
+            self.add(END + kind, commit=get_commit())  # there are none
         left = [item for item in items if get_kind(item) in self.kinds and item.nodeid not in passed]
         config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = left
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.end_in_time(session, next(iter(session.items), None))
+
+    def end_in_time(self, session: pytest.Session, following: pytest.Item | None) -> None:
+        """Stop before a test that would end after the deadline."""
+        if following and time.monotonic() + self.earlier.get(following.nodeid, {}).get("seconds", 0) > self.deadline:
+            self.is_cut_off = True
+            session.shouldstop = "out of time"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        facts = {"kind": get_kind(item)}
+        facts = {"kind": get_kind(item), "commit": get_commit()}
         if matrix := item.get_closest_marker("matrix"):
             facts["matrix"] = matrix.args[0]
         self.results[item.nodeid] = {"outcome": "passed", "seconds": 0.0, **facts}
@@ -122,17 +157,19 @@ class FileLedger(Ledger):
         result = yield
         self.results[item.nodeid]["processor_seconds"] = round(get_processor_seconds() - start, 3)
         self.add(item.nodeid, **self.results[item.nodeid])
-        if nextitem and time.monotonic() + self.earlier.get(nextitem.nodeid, {}).get("seconds", 0) > self.deadline:
-            self.is_cut_off = True
-            item.session.shouldstop = "out of time"
+        self.end_in_time(item.session, nextitem)
         return result
+
+    def pytest_warning_recorded(self, warning_message: Any, nodeid: str) -> None:
+        if str(warning_message.message).startswith(TRIED_AGAIN):
+            self.add(nodeid, **self.results[nodeid] | {"tried_again": True})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         result = self.results[report.nodeid]
         result["seconds"] += report.duration
         if report.failed:
             result["outcome"] = "failed"
-        elif report.skipped:
+        elif report.skipped and result["outcome"] != "failed":
             result["outcome"] = "skipped"
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
             result["reason"] = reason.removeprefix("Skipped: ")
@@ -149,20 +186,24 @@ def get_kind(item: pytest.Item) -> str:
 
 
 def get_processor_seconds() -> float:
-    """Return the processor seconds that this process and its ended children have used."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    """Return the processor seconds that this process, its ended children and programs of the fork server have used."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    file = os.environ.get(FORKED_SECONDS)
+    forked = map(float, Path(file).read_text().split()) if file else ()
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(forked)
 
 
 def read_seconds(ledgers: Iterable[FileLedger], kinds: Collection[str]) -> dict[str, float]:
-    """Return how long each file's tests of these kinds take: by its ledger, or by the page of the last whole run."""
+    """Return how long each file's tests of these kinds take: by its ledger, or by the page of the last whole run.
+
+    Files of which neither knows all of these kinds are left out.
+    """
     text = PAGE.read_text() if PAGE.exists() else ""
     rows = re.findall(r"^\| `(\S+)` \|.* (\d+) \| (\d+) \|$", text, re.MULTILINE)
-    known = {name: {"fast": float(fast), "slow": float(total) - float(fast)} for name, fast, total in rows}
+    on_page = {name: {"fast": float(fast), "slow": float(total) - float(fast)} for name, fast, total in rows}
     seconds = {}
     for ledger in ledgers:
-        if results := ledger.earlier | ledger.tests:
-            seconds[ledger.name] = sum(r["seconds"] for r in results.values() if r.get("kind") in kinds)
-        elif ledger.name in known:
-            seconds[ledger.name] = sum(known[ledger.name].get(kind, 0.0) for kind in kinds)
+        known = on_page.get(ledger.name, {}) | ledger.sum_seconds()
+        if known.keys() >= {*kinds}:
+            seconds[ledger.name] = sum(known[kind] for kind in kinds)
     return seconds
