@@ -24,6 +24,7 @@ import conftest  # noqa: F401  imports everything before anything is measured
 import pytest
 import torch._dynamo.convert_frame
 from helpers import models, ranks
+from helpers.fork_server import FORKED_SECONDS
 from helpers.results import get_processor_seconds
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _PredictionLoop
 from lightning.pytorch.trainer import call
@@ -42,7 +43,7 @@ MEASURED = {
 
 REAL = "real processes"
 WAITING = "waiting"
-"""Wall time in which none of the processes of a test used a processor."""
+"""Wall time beyond the processor time. It is the least that a test can have waited, as its ranks run side by side."""
 
 
 class Profile:
@@ -87,7 +88,7 @@ class Profile:
         write_result = ranks._write_result
 
         def measured(path: Path, data: bytes) -> None:
-            self.write("ranks", get_processor_seconds())
+            self.write("ranks", sum(os.times()[:4]))
             write_result(path, data)
 
         ranks._write_result = measured
@@ -118,7 +119,7 @@ class Profile:
             total += parts
             table.add_row(name, *describe(parts, columns))
         table.add_row("all", *describe(total, columns))
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def describe(parts: Counter[str], columns: list[str]) -> list[str]:
@@ -129,6 +130,9 @@ def describe(parts: Counter[str], columns: list[str]) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Run pytest, and print the table."""
     with tempfile.TemporaryDirectory() as folder:
+        forked = Path(folder) / "forked"
+        forked.touch()
+        os.environ[FORKED_SECONDS] = str(forked)
         profile = Profile(Path(folder) / "parts.jsonl")
         status = pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[profile])
     profile.print_table()
