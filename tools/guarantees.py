@@ -11,10 +11,10 @@ import ast
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,21 +37,25 @@ OTHER_PAGES = (
     "configs/README.md",
     "examples/README.md",
 )
-"""Where pages are of which claims are listed. The ledger of tests reads here which files decide theirs."""
+"""Pages that may have claims. The ledger of tests finds here the files that decide this test."""
 
 TIERS = {"slow": "`make test-all`", "release": "`make matrices`"}
 """What runs the tests with a mark, and not those without."""
 
 PART = "all cases: "
-"""How a note begins about a test with cases that no other command may run."""
+"""Prefix of the note on a test of which some cases run only in a later tier."""
+
+WHOLE_FILE = "all of its tests"
+"""Name of a test that stands for a whole file of tests."""
 
 INTRODUCTION = """\
 # What holds each guarantee
 
 Written by tools/guarantees.py from the marks of the tests. The first table has every sentence of [what you can rely
 on](guarantees.md), the others have claims of further pages. A test runs for every change, unless a note names the
-command that runs it, or that runs all of its cases. Comparisons of all families, and results of GPUs, are on pages that
-other commands have written.
+command that runs it. If a note names a command for all cases, the command before it runs some of them, or every change
+does if there is none before it. Comparisons of all families, and results of GPUs, are on pages that other commands have
+written.
 
 <div class="names-of-tests" markdown>
 """
@@ -77,7 +81,7 @@ class Test(NamedTuple):
     path: str
     name: str
     tier: str
-    """What runs it, or empty if every change does."""
+    """What runs it, and all of its cases if these are not the same; empty if every change runs all of them."""
 
 
 def read_claims() -> list[Claim]:
@@ -96,7 +100,7 @@ def list_sentences(page: str) -> list[str]:
     text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^(#.*|!\[.*\]\(.*\)|\|.*\n\|[ :|-]*\|)$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")
-    sentences = []
+    sentences: list[str] = []
     for block in re.split(r"\n\s*\n|^ *(?:[*-]|\d+\.) |(?=^\|)", text, flags=re.MULTILINE):
         words = " ".join(block.split())
         sentences += [words] if words.startswith("|") else re.split(r"(?<=[.?!])\s+", words)
@@ -186,16 +190,17 @@ def _escape(sentence: str) -> str:
 
 
 def _read_marks(path: Path) -> Iterator[tuple[str, Test]]:
-    tree = _parse(path)
     name = str(path.relative_to(ROOT))
     of_module = _get_definitions(path).get("pytestmark")
-    module_marks = [] if of_module is None else [of_module]
+    module_marks = _list_marks(of_module) if isinstance(of_module, ast.expr) else []
+    functions = [node for node in _parse(path).body if isinstance(node, ast.FunctionDef)]
+    tests = {node.name: node.decorator_list for node in functions if node.name.startswith("test")}
+    tiers = {test: _find_tiers(path, marks + module_marks) for test, marks in tests.items()}
     for slug in _find_slugs(module_marks):
-        yield slug, Test(name, "all of its tests", "")
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            for slug in _find_slugs(node.decorator_list):
-                yield slug, Test(name, node.name, _get_tier(path, node.decorator_list + module_marks))
+        yield slug, Test(name, WHOLE_FILE, write_note(set().union(*tiers.values())))
+    for test, marks in tests.items():
+        for slug in _find_slugs(marks):
+            yield slug, Test(name, test, write_note(tiers[test]))
 
 
 def _find_slugs(marks: list[ast.expr]) -> Iterator[str]:
@@ -205,16 +210,77 @@ def _find_slugs(marks: list[ast.expr]) -> Iterator[str]:
                 yield from (ast.literal_eval(argument) for argument in node.args)
 
 
-def _get_tier(path: Path, marks: list[ast.expr]) -> str:
-    """Say what runs a test with these marks, by the marks themselves and by those of its parameters."""
-    own = {ast.unparse(node) for mark in marks for node in _list_marks(mark)}
+def write_note(tiers: Set[str]) -> str:
+    """Say what runs a test.
+
+    Args:
+        tiers: Marks of its cases that decide what runs them; "" stands for none of :data:`TIERS`.
+    """
+    first, *_, last = [tier for tier in ("", *TIERS) if tier in tiers] * 2
+    commands = {"": "", **TIERS}
+    if first == last:
+        return commands[first]
+    return "; ".join(filter(None, (commands[first], PART + commands[last])))
+
+
+def _find_tiers(path: Path, marks: list[ast.expr]) -> set[str]:
+    """Return what :func:`write_note` wants, for the marks of a test."""
     found = _find_marks(path, marks)
-    for mark, tier in reversed(TIERS.items()):
-        if f"pytest.mark.{mark}" in own:
-            return tier
-        if mark in found:
-            return PART + tier
-    return ""
+    if "release" in map(_get_mark, marks):
+        return {"release"}
+    if "slow" in map(_get_mark, marks):
+        return found
+    is_marked = any(_is_marked(*values) for mark in marks for values in _find_values(path, mark))
+    return found if is_marked else {"", *found}
+
+
+def _get_mark(node: ast.expr) -> str:
+    return ast.unparse(node).removeprefix("pytest.mark.")
+
+
+def _find_values(path: Path, mark: ast.AST | None) -> Iterator[tuple[Path, ast.expr]]:
+    """Yield the values for which a mark, or what its name stands for, repeats the test, and their file."""
+    if isinstance(mark, ast.Name):
+        yield from _find_values(*_find_definition(path, mark.id))
+    elif isinstance(mark, ast.Call) and _get_mark(mark.func) == "parametrize":
+        yield path, mark.args[1]
+
+
+def _is_marked(path: Path, node: ast.AST | None, join: Callable[[Iterable[bool]], bool] = all) -> bool:
+    """Return whether values of parameters have marks by which no case runs for every change.
+
+    What the source does not tell counts as not marked. A test of `make matrices` compares the notes with all cases.
+
+    Args:
+        path: The file.
+        node: Code for values, or for the marks of a value.
+        join: ``all`` for values, each of which needs a mark, and ``any`` for marks.
+    """
+    is_marked = partial(_is_marked, path, join=join)
+    match node:
+        case ast.Attribute():
+            return _get_mark(node) in TIERS
+        case ast.IfExp():
+            return is_marked(node.body) and is_marked(node.orelse)
+        case ast.List() | ast.Tuple():
+            return join(map(is_marked, node.elts))
+        case ast.Starred():
+            return is_marked(node.value)
+        case ast.ListComp() | ast.GeneratorExp():
+            return is_marked(node.elt)
+        case ast.Call(func=ast.Attribute(attr="param")):
+            marks = [keyword.value for keyword in node.keywords if keyword.arg == "marks"]
+            return any(_is_marked(path, mark, any) for mark in marks)
+        case ast.Call(func=ast.Attribute(attr="list_parameters" | "mark", value=ast.Name(id=name))):
+            _, matrix = _find_definition(path, name)
+            return isinstance(matrix, ast.Call) and "fast" not in [keyword.arg for keyword in matrix.keywords]
+        case ast.Call(func=ast.Name(id=name)):
+            file, function = _find_definition(path, name)
+            last = function.body[-1] if isinstance(function, ast.FunctionDef) else None
+            return isinstance(last, ast.Return) and _is_marked(file, last.value, join)
+        case ast.Name(id=name):
+            return _is_marked(*_find_definition(path, name), join)
+    return False
 
 
 def _list_marks(node: ast.expr) -> list[ast.expr]:
@@ -236,11 +302,17 @@ def _find_marks(path: Path, nodes: list[ast.expr]) -> set[str]:
 
 @cache
 def _read_definition(path: Path, name: str) -> tuple[set[str], set[tuple[Path, str]]]:
+    file, definition = _find_definition(path, name)
+    return (set(), set()) if definition is None else _read_names(file, definition)
+
+
+def _find_definition(path: Path, name: str) -> tuple[Path, ast.AST | None]:
+    """Return the file that defines what a file calls ``name``, and the code, or None if it is not in the tests."""
     definition = _get_definitions(path).get(name)
     if not isinstance(definition, ast.ImportFrom):
-        return (set(), set()) if definition is None else _read_names(path, definition)
+        return path, definition
     module = TESTS / f"{(definition.module or '').replace('.', '/')}.py"
-    return _read_definition(module, name) if module.exists() else (set(), set())
+    return _find_definition(module, name) if module.exists() else (path, None)
 
 
 def _read_names(path: Path, code: ast.AST) -> tuple[set[str], set[tuple[Path, str]]]:

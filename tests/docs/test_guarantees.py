@@ -1,9 +1,11 @@
 """Each sentence of the guarantees has a test that holds it, and has the numbers of the pages of parity."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from helpers.documents import ROOT
@@ -50,23 +52,98 @@ sys.exit(pytest.main(["--collect-only", "-q", "tests"], plugins=[Tiers()]))
 
 @pytest.mark.release
 @pytest.mark.timeout(900)
-def test_no_case_runs_later_than_the_note_says() -> None:
+def test_the_notes_are_those_of_the_cases_that_are_collected() -> None:
     command = [sys.executable, "-c", COLLECT]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=840, check=False)
     assert result.returncode == 0, result.stdout[-4000:]
     marks = defaultdict(set)
     for test, mark in re.findall(r"^TIER (\S+) (\w*)$", result.stdout, re.MULTILINE):
         marks[test].add(mark)
-    order = ["", *guarantees.TIERS]
-    commands = ["", *guarantees.TIERS.values()]
     wrong = []
     for test in {test for tests in guarantees.find_tests().values() for test in tests}:
-        found = {order.index(mark) for mark in marks[f"{test.path}::{test.name}"]}
-        noted = commands.index(test.tier.removeprefix(guarantees.PART))
-        is_part = test.tier.startswith(guarantees.PART)
-        if not found or max(found) > noted or not (is_part or found == {noted}):
-            wrong.append((test, found))
+        names = [f"{test.path}::{test.name}"]
+        if test.name == guarantees.WHOLE_FILE:
+            names = [name for name in marks if name.startswith(f"{test.path}::")]
+        exact = guarantees.write_note({mark for name in names for mark in marks[name]})
+        if test.tier != exact:
+            wrong.append((test, exact))
     assert wrong == []
+
+
+MODULE = """
+from helpers.cover import Matrix
+from helpers.marks import SHARED, mark_all, mark_some
+
+MANY = Matrix("many", CELLS)
+SOME = Matrix("some", CELLS, fast=("a",))
+LISTED = [pytest.param(1, marks=(needs_compiler, pytest.mark.slow)), *(pytest.param(x, marks=MANY.mark(x)) for x in X)]
+by_name = pytest.mark.parametrize("x", SHARED)
+
+{tests}
+"""
+
+MARKS = """
+SHARED = [pytest.param(1, marks=pytest.mark.slow if X else pytest.mark.release)]
+
+def mark_all(names):
+    return [pytest.param(name, marks=[pytest.mark.slow]) for name in names]
+
+def mark_some(names):
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
+"""
+
+SOME_IN_MATRICES = "`make test-all`; all cases: `make matrices`"
+NOTES = {
+    "parametrize('x', [1, 2])": "",
+    "slow": "`make test-all`",
+    "release": "`make matrices`",
+    "parametrize('x', [1, pytest.param(2, marks=pytest.mark.release)])": "all cases: `make matrices`",
+    "parametrize('x', [pytest.param(2, marks=pytest.mark.slow)])": "`make test-all`",
+    "parametrize('x', [pytest.param(2)])": "",
+    "parametrize('x', [pytest.param(x, marks=pytest.mark.slow) if x else x for x in X])": "all cases: `make test-all`",
+    "parametrize('x', MANY.list_parameters(CELLS))": SOME_IN_MATRICES,
+    "parametrize('x', SOME.list_parameters(CELLS))": "all cases: `make matrices`",
+    "parametrize('x', LISTED)": SOME_IN_MATRICES,
+    "parametrize('x', mark_all(X))": "`make test-all`",
+    "parametrize('x', mark_some(X))": "all cases: `make test-all`",
+    "by_name": SOME_IN_MATRICES,
+}
+"""Notes on tests by one of their marks."""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file for tests of which find_tests() reads the marks, beside others that have some of the values."""
+    monkeypatch.setattr(guarantees, "ROOT", tmp_path)
+    monkeypatch.setattr(guarantees, "TESTS", tmp_path / "tests")
+    monkeypatch.setattr(guarantees, "find_tests", guarantees.find_tests.__wrapped__)
+    helpers = tmp_path / "tests/helpers"
+    helpers.mkdir(parents=True)
+    (helpers / "marks.py").write_text(MARKS)
+    shutil.copy(ROOT / "tests/helpers/cover.py", helpers)
+    return tmp_path / "tests/test_marks.py"
+
+
+def test_notes_say_which_command_runs_some_cases_and_which_all(module: Path) -> None:
+    marks = [mark if mark == "by_name" else f"pytest.mark.{mark}" for mark in NOTES]
+    tests = [f"@{mark}\n@pytest.mark.guarantees('{i}')\ndef test_{i}():\n    pass\n" for i, mark in enumerate(marks)]
+    module.write_text(MODULE.format(tests="\n".join(tests)))
+    found = guarantees.find_tests()
+    assert {mark: found[str(i)][0].tier for i, mark in enumerate(NOTES)} == NOTES
+
+
+@pytest.mark.parametrize(
+    ("marks", "note"),
+    [
+        ("[pytest.mark.guarantees('a')]", "all cases: `make test-all`"),
+        ("pytest.mark.guarantees('a')", "all cases: `make test-all`"),
+        ("[pytest.mark.guarantees('a'), pytest.mark.slow]", "`make test-all`"),
+    ],
+)
+def test_the_note_on_a_whole_file_is_that_of_all_its_tests(marks: str, note: str, module: Path) -> None:
+    tests = "def test_a():\n    pass\n\n@pytest.mark.slow\ndef test_b():\n    pass\n"
+    module.write_text(f"pytestmark = {marks}\n\n{tests}")
+    assert guarantees.find_tests() == {"a": [guarantees.Test("tests/test_marks.py", guarantees.WHOLE_FILE, note)]}
 
 
 def test_missing_tests_and_unknown_marks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
