@@ -1,6 +1,8 @@
 """Broken lines are what was asked for, and what is said of them is what the tests beside them do."""
 
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from helpers import reach
 from helpers.ledger import Ledger
 
 from tools import mutate
-from tools.mutants import find_mutants, sample
+from tools.mutants import Mutant, find_mutants, sample
 
 SOURCE = '''"""Docstring 1 + 1."""
 
@@ -105,8 +107,10 @@ def first(values):
 def last(values):
     return values[-1]
 """,
+    "small/alone.py": "def alone():\n    return 1\n",
     "tests/a/test_numbers.py": """
 import os
+from pathlib import Path
 from small.a.numbers import largest, last, wait
 
 def test_largest():
@@ -118,6 +122,12 @@ def test_largest():
 def test_rest():
     assert wait()
     last([1])
+
+def test_that_passes_once():
+    last([1])
+    runs = Path(__file__).with_name("runs")
+    runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
+    assert runs.read_text() == "x"
 """,
     "tests/test_others.py": "from small.a.numbers import first\n\ndef test_first():\n    assert first([1, 2]) == 1\n",
 }
@@ -143,7 +153,8 @@ def test_who_notices_a_broken_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     results = Ledger(tmp_path / ".mutants" / "results.jsonl").results
     by_line = {(result["line"], name.split(":")[1]): result for name, result in results.items()}
     outcomes = {line: result["outcome"] for (line, _), result in by_line.items()}
-    assert outcomes == {4: "mirror", 8: "hang", 9: "mirror", 12: "other", 15: "survived"}
+    assert outcomes == {2: "survived", 4: "mirror", 8: "hang", 9: "mirror", 12: "other", 15: "survived"}
+    assert (tmp_path / ".mutants/copy/tests/a/runs").read_text() == "xxx", "traced, with the line broken, and without"
     tests = {line: result.get("test") for (line, _), result in by_line.items()}
     assert tests[4] == "tests/a/test_numbers.py::test_largest"
     assert tests[12] == "tests/test_others.py::test_first"
@@ -152,7 +163,111 @@ def test_who_notices_a_broken_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lines = (tmp_path / ".mutants" / "results.jsonl").read_text()
     mutate.main(["small"])
     assert (tmp_path / ".mutants" / "results.jsonl").read_text() == lines, "what is known was tried again"
-    [survivor] = [name for name, result in results.items() if result["outcome"] == "survived"]
+    survivor, _ = sorted(name for name, result in results.items() if result["outcome"] == "survived")
     mutate.main(["--equal", survivor, "nobody looks"])
     assert "equal: small/a/numbers.py:15" in mutate.summarise(Ledger(tmp_path / ".mutants" / "results.jsonl"))
+
+    # a helper decides what the tests find, so they are traced anew
+    helper = tmp_path / "tests/a/conftest.py"
+    helper.write_text("import pytest\n\n@pytest.fixture(autouse=True)\ndef fail():\n    raise ValueError\n")
+    for arguments in (["add", "."], ["commit", "-q", "-m", "y"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    workplace = mutate.Workplace(tmp_path / ".mutants/copy")
+    assert workplace.trace("tests/a/test_numbers.py", "small/a/numbers.py")["tests"] == {}
     reach.forget()
+
+
+class Scripted(mutate.Workplace):
+    """Runs no tests, but finds what is given, in this order, and keeps what it should have run."""
+
+    def __init__(self, *found: str | None) -> None:
+        self.found = list(found)
+        self.runs: list[tuple[bool, list[str]]] = []
+        self.is_broken = False
+
+    @contextmanager
+    def broken(self, mutant: Mutant) -> Iterator[None]:
+        self.is_broken = True
+        yield
+        self.is_broken = False
+
+    def run(self, tests: Sequence[str], limit: float) -> str | None:
+        self.runs.append((self.is_broken, list(tests)))
+        return self.found.pop(0)
+
+
+MUTANT = find_mutants("a.py", b"x = f(1)[0]\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("found", "noticed", "runs"),
+    [
+        ((None,), None, [(True, ["t.py::a", "t.py::b"])]),
+        (("t.py::b", None), "t.py::b", [(True, ["t.py::a", "t.py::b"]), (False, ["t.py::b"])]),
+        (
+            ("t.py::a", "t.py::a", "t.py::b", None),
+            "t.py::b",
+            [(True, ["t.py::a", "t.py::b"]), (False, ["t.py::a"]), (True, ["t.py::b"]), (False, ["t.py::b"])],
+        ),
+        (("hang", None), "hang", [(True, ["t.py::a", "t.py::b"]), (False, ["t.py::a", "t.py::b"])]),
+        (("hang", "hang"), None, [(True, ["t.py::a", "t.py::b"]), (False, ["t.py::a", "t.py::b"])]),
+    ],
+    ids=["no failure", "failure", "failure without the mutant", "hang", "hang without the mutant"],
+)
+def test_what_fails_without_the_mutant_has_not_noticed_it(
+    found: tuple[str | None, ...], noticed: str | None, runs: list[tuple[bool, list[str]]]
+) -> None:
+    workplace = Scripted(*found)
+    assert workplace.run_broken(MUTANT, ["t.py::a", "t.py::b"], 1) == noticed
+    assert workplace.runs == runs
+
+
+def test_a_file_that_fails_without_the_mutant_is_left_out() -> None:
+    assert Scripted("t.py::a", "t.py::a").run_broken(MUTANT, ["t.py"], 1) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tried"),
+    [
+        ([], []),
+        (["--again"], ["survived"]),
+        (["--again", "--outcome", "mirror", "--outcome", "gone"], ["mirror", "gone"]),
+    ],
+    ids=["not again", "again", "again with outcomes"],
+)
+def test_mutants_are_tried_again_by_their_outcome(
+    arguments: list[str], tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "copy").mkdir()
+    lines = [f"x = f({i})[0]\n" for i in range(3)]
+    (tmp_path / "copy/a.py").write_text("".join(lines))
+    ledger = Ledger(tmp_path / "results.jsonl")
+    outcomes = {}
+    for (mutant, source), outcome in zip(
+        mutate.choose(tmp_path / "copy", ["a.py"], 3, 0), ("mirror", "survived", "gone"), strict=True
+    ):
+        outcomes[mutant] = outcome
+        ledger.add(mutant.get_name(source), outcome=outcome, line=mutant.line, diff=mutant.diff(source))
+    found = []
+
+    class Workplace(Scripted):
+        def try_mutant(self, mutant: Mutant, others: float, *, is_thorough: bool) -> dict[str, str]:
+            found.append(outcomes[mutant])
+            return {"outcome": "survived"}
+
+    monkeypatch.setattr(mutate, "FOLDER", tmp_path)
+    workplace = Workplace()
+    workplace.copy = tmp_path / "copy"
+    monkeypatch.setattr(mutate, "Workplace", lambda _: workplace)
+    mutate.main(["a.py", *arguments])
+    assert found == tried
+
+
+def test_a_summary_counts_every_outcome(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "results.jsonl")
+    for i, outcome in enumerate(("mirror", "mirror", "hang", "gone")):
+        ledger.add(f"small/a.py:loop:{i}", outcome=outcome, line=i, diff=f"-{i}")
+    table = mutate.summarise(ledger).splitlines()
+    assert table[0] == "| folder | noticed by mirror | by a hang | by others | equal | survived | gone |"
+    assert table[3] == "| all | 2 | 1 | 0 | 0 | 0 | 1 |"
+    assert "gone: small/a.py:3 (loop) " in table

@@ -19,7 +19,7 @@ COLLECTIVES = re.compile(
 )
 MESSAGES = re.compile(r"warn|^log$|^(log|logger|logging|warnings)\.|rank_zero_(info|debug)")
 LIMITS = re.compile(r"timeout|seconds|niceness", re.IGNORECASE)
-"""Names of numbers that change when something happens, and not what."""
+"""Names of numbers that change only when something happens."""
 
 KEPT_ARGUMENTS = {"strict", "run_check", "stacklevel", "frozen", "non_blocking", "copy"}
 """Arguments that check or speed up what is right anyway."""

@@ -2,10 +2,12 @@
 
 It works on a copy of the last commit. The tests that mirror a file run first, of these the ones that reach the broken
 line. If none fails, further tests that reach the file run for as long as `--others` allows. Tests that are marked
-`slow` or `release` do not run. Results are kept in the folder `.mutants`, and an interrupted run goes on. With
-`--again`, all tests that mirror the file and reach it run for the lines that nobody noticed.
+`slow` or `release` do not run. A test that fails on the unbroken copy too has noticed nothing. Results are kept in the
+folder `.mutants`, and an interrupted run goes on. With `--again`, all tests that mirror the file and reach it run for
+the lines that nobody noticed, or for those with another `--outcome`.
 
     python tools/mutate.py lightning_fsdp2/ranks lightning_fsdp2/mesh.py --count 50
+    python tools/mutate.py lightning_fsdp2/ranks --again --outcome mirror --outcome hang
     python tools/mutate.py --summary
 """
 
@@ -36,19 +38,29 @@ import benchmarks.gpu  # noqa: F401  first, since it keeps transformers from imp
 
 # isort: split
 import pytest
+from helpers import reach
 from helpers.ledger import Ledger, hold
 from helpers.line_trace import FirstFailure, LineTracer
-from helpers.reach import PACKAGE, ROOT, find_reach
+from helpers.reach import PACKAGE, ROOT
 
 from tools.mutants import Mutant, find_mutants, sample
 
 FOLDER = ROOT / ".mutants"
 OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not slow and not release")
 PATIENCE = 8
-"""How many times longer than usual tests may take, after which the broken line counts as noticed by a hang."""
+"""Factor by which tests may exceed their usual time; beyond it the mutant counts as noticed."""
 
 HANG_SECONDS = 60
-"""What tests may take in any case."""
+"""Time that tests always have."""
+
+OUTCOMES = {
+    "mirror": "noticed by mirror",
+    "hang": "by a hang",
+    "other": "by others",
+    "equal": "equal",
+    "survived": "survived",
+}
+"""Heads of the columns of a summary. Outcomes that were noted by hand have columns of their own name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=50, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--others", type=float, default=0.0, help="seconds for tests beyond those that mirror the file")
-    parser.add_argument("--again", action="store_true", help="try those that survived once more")
+    parser.add_argument("--again", action="store_true", help="try once more those with an outcome")
+    parser.add_argument("--outcome", action="append", help="the outcome for --again, survived by default")
     parser.add_argument("--equal", nargs=2, metavar=("NAME", "REASON"), help="note that a survivor changes nothing")
     parser.add_argument("--list", action="store_true", help="show the mutants and try none")
     parser.add_argument("--summary", action="store_true", help="show what was found and try none")
@@ -93,7 +106,7 @@ def try_all(workplace: "Workplace", ledger: Ledger, options: argparse.Namespace)
     for mutant, source in choose(workplace.copy, options.paths, options.count, options.seed):
         name = mutant.get_name(source)
         outcome = ledger.results.get(name, {}).get("outcome")
-        if outcome is not None and not (options.again and outcome == "survived"):
+        if outcome is not None and not (options.again and outcome in (options.outcome or ["survived"])):
             continue
         start = time.monotonic()
         result = workplace.try_mutant(mutant, options.others, is_thorough=options.again)
@@ -103,60 +116,63 @@ def try_all(workplace: "Workplace", ledger: Ledger, options: argparse.Namespace)
 
 
 @cache
-def list_mirrors(file: str) -> list[str]:
-    """Return the test files that mirror a file of the package.
+def list_mirrors(root: Path, file: str) -> list[str]:
+    """Return the test files beside a file of the package, of which the first should notice a mutant.
 
     They are that of the same name, and those of the same folder that import the file. Without any, they are three:
     of those that import it, wherever they are, the shortest; otherwise of the mirrors of the files of the package that
-    import it; and otherwise of those that reach it and little else.
+    import it; and otherwise of those that reach it and little else. There are none if no test reaches the file.
+
+    So there can be more than the one of the same name, whether it exists or not, that ``tools.changes.get_mirror``
+    returns to order what a change can reach.
     """
     module = Path(file).with_suffix("") if Path(file).name != "__init__.py" else Path(file).parent
     folder = Path("tests") / module.parent.relative_to(PACKAGE)
-    importing = list_importing("tests", module, "test_*.py")
+    importing = list_importing(root, "tests", module, "test_*.py")
     found = [test for test in importing if test.parent == folder]
-    if (ROOT / (same := folder / f"test_{module.name}.py")).exists():
+    if (root / (same := folder / f"test_{module.name}.py")).exists():
         found = [same, *(test for test in found if test != same)]
     if found or importing:
-        importing.sort(key=lambda test: (ROOT / test).stat().st_size)
+        importing.sort(key=lambda test: (root / test).stat().st_size)
         return [str(test) for test in found or importing[:3]]
-    users = list_importing(PACKAGE, module, "*.py")
+    users = list_importing(root, PACKAGE, module, "*.py")
     beside = [user for user in users if user.parent == module.parent]
-    mirrors = [mirror for user in beside or users for mirror in list_mirrors(str(user))]
-    return list(dict.fromkeys(mirrors or list_reaching(file)))[:3]
+    mirrors = [mirror for user in beside or users for mirror in list_mirrors(root, str(user))]
+    return list(dict.fromkeys(mirrors or list_reaching(root, file)))[:3]
 
 
-def list_importing(folder: str, module: Path, pattern: str) -> list[Path]:
+def list_importing(root: Path, folder: str, module: Path, pattern: str) -> list[Path]:
     """Return the files of a folder that import a module of the package."""
     parent = r"\.".join(module.parent.parts)
     imports = re.compile(rf"^ *from {parent}(\.{module.name} import |\s+import [^\n]*\b{module.name}\b)", re.MULTILINE)
-    files = sorted((ROOT / folder).rglob(pattern))
-    return [file.relative_to(ROOT) for file in files if imports.search(file.read_text())]
+    files = sorted((root / folder).rglob(pattern))
+    return [file.relative_to(root) for file in files if imports.search(file.read_text())]
 
 
-def list_reaching(file: str) -> list[str]:
+def list_reaching(root: Path, file: str) -> list[str]:
     """Return the test files that reach a file of the package, those first that reach few files."""
-    reaches = {test: find_reach(test) for test in (ROOT / "tests").rglob("test_*.py")}
-    reaching = [test for test, reach in reaches.items() if ROOT / file in reach]
-    return [str(test.relative_to(ROOT)) for test in sorted(reaching, key=lambda test: len(reaches[test]))]
+    reaches = {test: reach.find_reach(test) for test in (root / "tests").rglob("test_*.py")}
+    reaching = [test for test, reached in reaches.items() if root / file in reached]
+    return [str(test.relative_to(root)) for test in sorted(reaching, key=lambda test: len(reaches[test]))]
 
 
 def summarise(ledger: Ledger) -> str:
     """Return a table of the outcomes in each folder, and the survivors."""
-    outcomes = ("mirror", "hang", "other", "equal", "survived")
     counts: dict[str, Counter[str]] = {}
     survivors = ""
     for name, result in sorted(ledger.results.items()):
         file, operator, _ = name.split(":")
         counts.setdefault(str(Path(file).parent), Counter())[result["outcome"]] += 1
-        if result["outcome"] in ("survived", "other", "equal"):
+        if result["outcome"] not in ("mirror", "hang"):
             note = result.get("reason") or result.get("test", "")
             survivors += (
                 f"\n{result['outcome']}: {file}:{result['line']} ({operator}) {note}\n{name}\n{result['diff']}\n"
             )
-    rows = [(folder, *(str(count[outcome]) for outcome in outcomes)) for folder, count in counts.items()]
     total = sum(counts.values(), Counter())
-    rows.append(("all", *(str(total[outcome]) for outcome in outcomes)))
-    head = [("folder", "noticed by mirror", "by a hang", "by others", "equal", "survived"), ("---", *5 * ("--:",))]
+    columns = OUTCOMES | {outcome: outcome for outcome in sorted(total) if outcome not in OUTCOMES}
+    rows = [(folder, *(str(count[outcome]) for outcome in columns)) for folder, count in counts.items()]
+    rows.append(("all", *(str(total[outcome]) for outcome in columns)))
+    head = [("folder", *columns.values()), ("---", *len(columns) * ("--:",))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *rows)) + f"\n{survivors}"
 
 
@@ -174,6 +190,8 @@ class Workplace:
         copy.mkdir(parents=True)
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
         subprocess.run(["tar", "-x"], cwd=copy, input=archive.stdout, check=True)
+        reach.ROOT = copy  # the tests of the copy run, and the checkout may be another one by now
+        reach.forget()
         os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         report = copy.parent / "libraries.json"
         self.fork(lambda: report.write_text(json.dumps(list_libraries(copy))) and 0, 600, is_quiet=False)
@@ -186,9 +204,10 @@ class Workplace:
 
     def try_mutant(self, mutant: Mutant, others: float, *, is_thorough: bool) -> dict[str, Any]:
         """Run tests on the copy with one line broken, until one notices."""
-        mirrors = [test for test in list_mirrors(mutant.file) if (self.copy / test).exists()]
+        mirrors = list_mirrors(self.copy, mutant.file)
+        reaching = list_reaching(self.copy, mutant.file) if others else []
         traces = [self.trace(test, mutant.file) for test in mirrors]
-        start = max(trace["start"] for trace in traces)
+        start = max((trace["start"] for trace in traces), default=0.0)
         passing = {test: result for trace in traces for test, result in trace["tests"].items()}
         first, last = mutant.reached_by
         quickest = sorted(passing, key=lambda test: passing[test][0])
@@ -196,18 +215,33 @@ class Workplace:
         chosen = [test for test, found in lines.items() if any(first <= line <= last for line in found)]
         # the rest may look at what a test that reaches the line has left behind
         rest = [test for test in lines if test not in chosen] if is_thorough else []
-        with self.broken(mutant):
-            for tests in filter(None, (chosen, rest)):
-                seconds = start + sum(passing[test][0] for test in tests)
-                if noticed := self.run(tests, HANG_SECONDS + PATIENCE * seconds):
-                    return {"outcome": "hang" if noticed == "hang" else "mirror", "test": noticed}
-            deadline = time.monotonic() + others
-            for test in list_reaching(mutant.file) if others else ():
-                if test not in mirrors and (left := deadline - time.monotonic()) > 0:
-                    noticed = self.run([test], left)
-                    if noticed not in (None, "hang"):  # in which case there may have been too little time
-                        return {"outcome": "other", "test": noticed}
+        for tests in (chosen, rest):
+            seconds = start + sum(passing[test][0] for test in tests)
+            if noticed := self.run_broken(mutant, tests, HANG_SECONDS + PATIENCE * seconds):
+                return {"outcome": "hang" if noticed == "hang" else "mirror", "test": noticed}
+        deadline = time.monotonic() + others
+        for test in reaching:
+            if test not in mirrors and (left := deadline - time.monotonic()) > 0:
+                noticed = self.run_broken(mutant, [test], left)
+                if noticed not in (None, "hang"):  # in which case there may have been too little time
+                    return {"outcome": "other", "test": noticed}
         return {"outcome": "survived"}
+
+    def run_broken(self, mutant: Mutant, tests: Sequence[str], limit: float) -> str | None:
+        """Run tests with one line broken, and return which one failed, or "hang", or None.
+
+        What failed runs once more on the copy as it is. If it fails there too, the others decide.
+        """
+        while tests:
+            with self.broken(mutant):
+                noticed = self.run(tests, limit)
+            # of a hang or a dead process it is not known which test it was
+            suspects = [noticed] if noticed and "::" in noticed else tests
+            if noticed is None or self.run(suspects, limit) is None:
+                return noticed
+            files = {test.partition("::")[0] for test in suspects}
+            tests = [test for test in tests if test not in suspects and test not in files]
+        return None
 
     @contextmanager
     def broken(self, mutant: Mutant) -> Iterator[None]:
@@ -239,10 +273,11 @@ class Workplace:
 
     def trace(self, test_file: str, file: str) -> dict[str, Any]:
         """Return, for each test that passes, its seconds and the lines that it reaches, and the seconds before all."""
-        names = [test_file, *(str(path.relative_to(self.copy)) for path in (self.copy / PACKAGE).rglob("*.py"))]
+        reached = {str(path.relative_to(self.copy)) for path in reach.find_reach(self.copy / test_file)} | {file}
+        names = {*reached, *(str(path.relative_to(self.copy)) for path in (self.copy / PACKAGE).rglob("*.py"))}
         contents = {name: hashlib.sha256((self.copy / name).read_bytes()).hexdigest()[:8] for name in names}
-        known = self.traces.results.get(test_file, {"contents": {}})
-        if any(known["contents"].get(name) != contents[name] for name in (test_file, file)):
+        known = self.traces.results.get(test_file, {"contents": {}})["contents"]
+        if any(known.get(name) != contents[name] for name in reached):
             report = self.copy.parent / "trace.json"
             report.unlink(missing_ok=True)
             tracer = LineTracer(self.copy / PACKAGE, report)
