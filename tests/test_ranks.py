@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers import ranks
 from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 
 
@@ -53,6 +54,34 @@ def test_a_crash_in_a_thread_of_python_is_not(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="Segmentation fault"):
         run_ranks(crash, 1)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_ranks_have_as_long_as_they_are_given() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0 died or hung without a result.*Timeout.*in sleep_for_a_minute"):
+        run_ranks(sleep_for_a_minute, 1, seconds=1)
+
+
+def sleep_for_a_minute() -> None:
+    time.sleep(60)
+
+
+def test_ranks_end_with_the_test_that_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "rank"
+
+    def write_and_sleep() -> None:
+        marker.with_suffix(".new").write_text(str(os.getpid()))
+        marker.with_suffix(".new").rename(marker)
+        time.sleep(60)
+
+    def time_out(*_: object, **__: object) -> None:
+        while not marker.exists():
+            time.sleep(0.01)
+        raise TimeoutError
+
+    monkeypatch.setattr(ranks, "wait", time_out)
+    with pytest.raises(TimeoutError):
+        run_ranks(write_and_sleep, 1, group=False)
+    assert not Path("/proc", marker.read_text()).exists()
 
 
 def test_an_error_is_demanded_of_all_ranks() -> None:

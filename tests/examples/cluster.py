@@ -34,6 +34,7 @@ class Cluster:
     folder: Path
     python: str = sys.executable
     variables: dict[str, str] = field(default_factory=dict)
+    jobs: "list[Job]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("configs", "examples"):
@@ -72,7 +73,13 @@ class Cluster:
             process = subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=file, stderr=file, start_new_session=True
             )
-        return Job(process, log)
+        self.jobs.append(Job(process, log))
+        return self.jobs[-1]
+
+    def kill_jobs(self) -> None:
+        """Kill what still runs of all jobs."""
+        for job in self.jobs:
+            job.kill()
 
     def submit(self, script: str, *arguments: str, nodes: int, tasks: int, gpus: int = 1) -> "Job":
         """Run a batch script as SLURM does, on the first of the nodes."""
@@ -112,9 +119,12 @@ class Job:
             self.kill()
 
     def kill(self) -> None:
-        for pid in get_descendants(self.process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill it and whatever it has started, if it has not ended."""
+        if self.process.poll() is None:
+            for pid in get_descendants(self.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds

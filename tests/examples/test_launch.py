@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +37,49 @@ HYBRID = ["--trainer.strategy.dp_replicate_size=auto"]
 TWO_NODES = "--trainer.num_nodes=2"
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path)
+pytestmark = pytest.mark.timeout(600)  # longer than a wait for a job, which shows its output
 
 
 @pytest.fixture
-def warm(tmp_path: Path) -> Cluster:
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    yield from make_cluster(tmp_path)
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Cluster]:
     """A cluster whose programs have imported everything when they start."""
-    return Cluster(tmp_path, get_python())
+    yield from make_cluster(tmp_path, get_python())
+
+
+def make_cluster(folder: Path, python: str = sys.executable) -> Iterator[Cluster]:
+    """Yield a cluster whose jobs end at the latest when the test does, also if it has timed out."""
+    cluster = Cluster(folder, python)
+    yield cluster
+    cluster.kill_jobs()
 
 
 def get_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_jobs_end_with_the_test(tmp_path: Path) -> None:
+    clusters = make_cluster(tmp_path)
+    cluster = next(clusters)
+    job = cluster.start(["bash", "-c", "sleep 1000 & echo $!; wait"])
+    job.wait_for(lambda: job.text.endswith("\n"))
+    assert next(clusters, None) is None
+    assert job.process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while is_running(int(job.text)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(int(job.text))
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 # ---------------------------------------------------------------------- what they say

@@ -69,6 +69,7 @@ def run_ranks(
     *args: Any,
     group: bool = True,
     patience: float = PATIENCE_SECONDS,
+    seconds: float = RUN_TIMEOUT_SECONDS,
 ) -> list[Any]:
     """Run ``function(*args)`` on ``world_size`` forked ranks and return what each of them returned, in rank order.
 
@@ -79,6 +80,8 @@ def run_ranks(
         group: Whether each rank starts the default (gloo) process group before it calls ``function``. A function that
             starts a ``Trainer`` can let the strategy start it: the environment is that of a torchrun worker.
         patience: Seconds that the other ranks have to end, too, once one has failed; then they are killed.
+        seconds: Time after which the ranks are killed. It should be four times what they usually need, and end before
+            the test's own timeout does.
 
     A segmentation fault in a native thread is tried once again, with a warning: now and then one of gloo's dies in
     `malloc`, of a cause that is not known (docs/decisions.md). So is a rank that the C library ended because it found
@@ -89,10 +92,10 @@ def run_ranks(
         RankError: With the traceback of the first rank that failed. The other ranks are killed.
     """
     try:
-        return _run_once(function, world_size, args, group, patience)
+        return _run_once(function, world_size, args, group, patience, seconds)
     except NativeCrash as crash:
         warnings.warn(f"{TRIED_AGAIN}{crash}", stacklevel=2)
-        return _run_once(function, world_size, args, group, patience, is_second=True)
+        return _run_once(function, world_size, args, group, patience, seconds, is_second=True)
 
 
 @contextlib.contextmanager
@@ -119,19 +122,27 @@ def _run_once(
     args: tuple[Any, ...],
     group: bool,
     patience: float,
+    seconds: float,
     is_second: bool = False,
 ) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = _free_port()
         context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=_rank_main, args=(function, args, rank, world_size, group, port, Path(folder)))
+            context.Process(
+                target=_rank_main, args=(function, args, rank, world_size, group, port, Path(folder), seconds)
+            )
             for rank in range(world_size)
         ]
         gc.freeze()  # so that collections in the ranks do not copy the parent's pages
         for process in processes:
             process.start()
-        failed = _wait_for_all(processes, patience)
+        try:
+            failed = _wait_for_all(processes, patience, seconds)
+        finally:  # also when the test's own timeout ends the wait
+            for process in processes:
+                process.kill()
+                process.join()
         if not is_second:
             _raise_native_crash(processes, Path(folder))
         results = [_read_result(Path(folder) / f"{rank}.pickle") for rank in range(world_size)]
@@ -139,9 +150,9 @@ def _run_once(
         return [result["value"] for result in results]
 
 
-def _wait_for_all(processes: list[Any], patience: float) -> int | None:
+def _wait_for_all(processes: list[Any], patience: float, seconds: float) -> int | None:
     """Wait until every rank ended; after a first failure give the others a moment, then kill them."""
-    deadline = time.monotonic() + RUN_TIMEOUT_SECONDS
+    deadline = time.monotonic() + seconds
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     first_failure: int | None = None
     while running:
@@ -169,13 +180,14 @@ def _rank_main(
     group: bool,
     port: int,
     folder: Path,
+    seconds: float,
 ) -> None:
     log = open(folder / f"{rank}.log", "w", buffering=1)  # noqa: SIM115 - lives as long as the process
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
     _show_stacks(log)
-    faulthandler.dump_traceback_later(RUN_TIMEOUT_SECONDS - 5, file=log)
+    faulthandler.dump_traceback_later(0.95 * seconds, file=log)
     torch.set_num_threads(1)
     torch.manual_seed(0)  # every process starts with another seed
     os.environ.update(

@@ -41,6 +41,7 @@ def run_search(strategy: Any = None, **options: Any) -> SearchResult:
 
 @pytest.mark.guarantees("searches")
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_best_is_the_fastest_that_fits(cache: Path, tmp_path: Path) -> None:
     result = run_search(memory=MEMORY, cache_dir=cache)
     found = result.search
@@ -154,6 +155,7 @@ def test_few_micro_batches_tell_the_memory_of_many(schedule: Any, stages_per_ran
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_needs_least_is_told_where_nothing_fits(cache: Path) -> None:
     result = run_search(memory=0.001, cache_dir=cache)
     assert result.plan is None
