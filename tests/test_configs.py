@@ -25,7 +25,7 @@ from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.parallel.pipeline.schedule import build_orders, count_in_flight
 
 WITH_INDUCTOR = "llama3_70b_fsdp2_tp8_sp_async"
-"""Of the recipes that compile their layers the one for which code is generated, as asynchronous collectives need it."""
+"""The one recipe whose layers are compiled to code; the others are only traced."""
 
 
 def get_architecture(name: str) -> dict[str, Any]:

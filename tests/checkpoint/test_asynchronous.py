@@ -90,14 +90,14 @@ def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch
             held, started = threading.Event(), threading.Event()
             stage = writer._stager.stage
 
-            def stage_behind_event(
+            def stage_after_event(
                 *args: Any, held: Any = held, started: Any = started, stage: Any = stage, **options: Any
             ) -> Any:
                 started.set()
                 assert held.wait(60)
                 return stage(*args, **options)
 
-            monkeypatch.setattr(writer._stager, "stage", stage_behind_event)
+            monkeypatch.setattr(writer._stager, "stage", stage_after_event)
             statistics = {name: value.clone() for name, value in weights.items() if "running" in name}
             copied: dict[str, Any] = {}
             writer.start({"state_dict": weights}, lambda copies, copied=copied: copied.update(copies["state_dict"]))
@@ -118,7 +118,7 @@ def test_weights_that_are_changed_while_they_are_copied_are_an_error(monkeypatch
 
 
 def test_optimizers_that_are_stepped_by_hand_wait_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator; Lightning's own steps wait behind forward and backward, not before."""
+    """As on an accelerator; Lightning's own steps wait after forward and backward, not before."""
 
     def clone(state: dict[str, Any]) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in whole(state).items()}

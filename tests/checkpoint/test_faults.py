@@ -22,7 +22,7 @@ KILLS = {0: 2} | dict.fromkeys(range(1, 8), 4)
 """By seed, and together 30."""
 
 SLOW_SEEDS = range(4)
-"""Which kill each victim, at saves of each kind, in `make test-all`; the others wait for `make matrices`."""
+"""Seeds of `make test-all`; together they kill each victim at each kind of save."""
 
 MANY_STEPS = 80
 """More than four killed launches come to."""

@@ -116,7 +116,7 @@ def fork_program(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def enter_namespaces(process: int) -> None:
-    """Be on the same host as ``process``, where hosts are namespaces."""
+    """Enter the namespaces of `process`."""
     libc = ctypes.CDLL(None, use_errno=True)
     others = [Path(f"/proc/{process}/ns/{name}") for name in NAMESPACES]
     files = [
@@ -151,7 +151,7 @@ def watch(program: int, connection: socket.socket, signals: list[int], seconds: 
 
 
 def become(start: dict[str, Any], received: list[int], python: str) -> None:
-    """Take over what a process inherits."""
+    """Apply what the program inherits."""
     for number, is_ignored in start["is_ignored"].items():
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if is_ignored else default)

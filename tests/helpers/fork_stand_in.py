@@ -1,4 +1,4 @@
-"""Stands in for ``python``: another process runs the program, and this one looks to everybody as if it did.
+"""Takes the place of `python`: passes signals on and ends as the program does.
 
 The script that :func:`helpers.fork_server.get_python` writes runs this file. It imports little, to start at once.
 """
@@ -11,7 +11,11 @@ import socket
 import sys
 
 HANDED_ON = [signal.Signals[f"SIG{name}"] for name in ("HUP", "INT", "QUIT", "TERM", "ALRM", "USR1", "USR2")]
-"""Signals that the program gets. Of any other this process dies, and the program with it."""
+"""Signals that the program gets, if they are not ignored.
+
+Any other acts on this process alone. If it ends this process, the program is killed. But SIGSTOP does not stop the
+program, and SIGCONT and SIGWINCH do not reach it.
+"""
 
 
 def main(address: str, arguments: list[str]) -> None:

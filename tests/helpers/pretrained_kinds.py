@@ -1,4 +1,4 @@
-"""What decides how a family's files are read into shards: families that have it in common are read alike."""
+"""Features of a family that decide how its files are read into shards."""
 
 from collections.abc import Collection, Iterator
 from contextlib import suppress

@@ -70,7 +70,7 @@ class Recipe:
     """What stands in for hardware."""
 
     marks: tuple[Any, ...] = ()
-    """Of a test that compiles its layers."""
+    """Marks of a test that compiles its layers."""
 
 
 PRETRAINED = {"model.init_args.pretrained": "model"}

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_fsdp2 import CheckpointConfig
 
 BATCHES = 4
-"""Of an epoch and a rank."""
+"""Number of batches of an epoch on each rank."""
 
 EVERY = 3
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORLD = 2
 TIMEOUT_SECONDS = 240.0
-"""Of one launch; most of it is two imports of torch on a machine that does other things."""
+"""Limit of one launch; most of it is two imports of torch on a machine that does other things."""
 
 END_SECONDS = 80.0
 """How soon after a rank failed, or after Ctrl-C, all processes must have ended. Others would wait for half an hour.
@@ -215,7 +215,7 @@ def launch(
 
 
 def use_default_signals() -> None:
-    """Be as from a terminal: what a shell runs in the background ignores Ctrl-C, what `nohup` runs SIGHUP."""
+    """Reset the signals that a shell or `nohup` ignores."""
     for name in ("SIGINT", "SIGHUP", "SIGQUIT"):
         signal.signal(signal.Signals[name], signal.SIG_DFL)
 

@@ -585,7 +585,7 @@ def test_a_checkpoint_that_is_written_in_the_background_goes_on(zero_dp_strategy
     KIND.run(run, WORLD)
 
 
-def test_a_model_has_its_own_attention_again_behind_a_stage_with_context_parallelism() -> None:
+def test_a_model_has_its_own_attention_again_after_a_stage_with_context_parallelism() -> None:
     batches, used = make_token_batches(2, length=16), []
 
     class Looks(pl.Callback):

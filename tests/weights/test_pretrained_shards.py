@@ -135,7 +135,7 @@ def test_a_rank_reads_only_its_own_experts(
 
 @pytest.mark.slow
 def test_ranks_without_a_part_of_what_both_axes_shard(tmp_path: Path) -> None:
-    """Of the sinks of two heads tensor parallelism leaves one to each rank, and that only to the first of two."""
+    """Tensor parallelism leaves each rank the sink of one head, and FSDP leaves that to the first of two ranks."""
     read_shards("gpt_oss", "dp2xtp2", tmp_path, num_attention_heads=2, num_key_value_heads=2)
 
 
@@ -148,7 +148,7 @@ def test_experts_in_contiguous_shards(mesh: str, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_memory_of_reading_whole(tmp_path: Path) -> None:
-    """Of tensors that cannot be cut first a rank holds one, twice, beside its shards."""
+    """A rank holds one tensor that cannot be cut before it is read, twice, beside its shards."""
     sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 2, "num_attention_heads": 16}
     config = make_config({**LLAMA, **sizes, "num_key_value_heads": 16})
     with torch.device("meta"):

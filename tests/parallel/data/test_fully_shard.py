@@ -225,7 +225,7 @@ class Widening(nn.Module):
         return inputs
 
 
-BEHIND: dict[int, list[list[int | None]]] = {
+GATHERED_AHEAD: dict[int, list[list[int | None]]] = {
     0: [[], [], [], [], []],
     1: [[None], [0], [1], [2], [3]],
     3: [[None], [0], [1, 0], [2, 1, 0], [3, 2, 1]],
@@ -240,7 +240,9 @@ def test_units_are_prefetched_in_the_order_in_which_they_are_used() -> None:
             sizes = [padded_size([block]) for block in model.blocks]
             parallelize(model, fsdp2_forward_prefetch_depth=depth, fsdp2_backward_prefetch_depth=depth)
             states = {block._get_fsdp_state(): index for index, block in enumerate(model.blocks)}
-            assert [[states.get(s) for s in state._states_to_backward_prefetch] for state in states] == BEHIND[depth]
+            assert [[states.get(s) for s in state._states_to_backward_prefetch] for state in states] == GATHERED_AHEAD[
+                depth
+            ]
             ahead = [list(range(index + 1, min(index + 1 + depth, 5))) for index in range(5)]
             assert [[states.get(s) for s in state._states_to_forward_prefetch] for state in states] == ahead
             with StepCounter() as forward:

@@ -156,7 +156,7 @@ def test_our_plan_is_for_the_language_model_beside_a_tower_that_has_layers_too(
 
 @pytest.mark.parametrize(("sizes", "sections"), [({}, (32, 16, 16)), ({"head_dim": 16}, (64, 32, 32))])
 def test_packed_projections_have_the_sections_of_their_heads(sizes: dict[str, int], sections: tuple[int, ...]) -> None:
-    """Of 4 heads and 2 of keys and values; a head has 32 / 4 features if the config does not say how many."""
+    """There are 4 heads and 2 of keys and values; a head has 32 / 4 features if the config does not say how many."""
     plan = {
         "model.embed_tokens": VocabularyEmbedding(),
         "lm_head": ColumnWise(gather_output=True),

@@ -124,7 +124,7 @@ def test_a_simulated_step_is_that_of_processes_that_train(name: str) -> None:
 
 
 WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 1024}
-"""Of which weights take more than a step of few tokens does."""
+"""A model whose weights need more memory than a step of few tokens."""
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_a_rank_knows_who_started_it_and_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "ended").exists()
 
 
-def test_behind_an_error_a_rank_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_error_a_rank_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_SECONDS_AFTER_ERROR", 0.1)
     monkeypatch.setattr(RankLauncher, "has_failed", True)
 
