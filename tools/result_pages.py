@@ -59,11 +59,11 @@ def summarize_matrices(ledgers: list[FileLedger]) -> str:
             "# The last run of `make matrices`",
             "",
             f"{describe_versions()} Each pair of values that occurs in a cell of a matrix occurs in a cell that",
-            "`make test-all` runs. `make matrices` runs all cells.",
+            "`make test-all` runs. `make matrices` runs all cells. A pair has passed if a cell with it has passed.",
             *describe_earlier(ledgers),
             "",
-            "| matrix | file | cells | in `test-all` | in `test` | pairs | seconds | in `test-all` |",
-            "|---|---|--:|--:|--:|--:|--:|--:|",
+            "| matrix | file | cells | `test-all` | `test` | pairs | passed | in `test-all` | seconds | `test-all` |",
+            "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
             *(build_matrix_row(ledger, matrix) for ledger, matrix in matrices),
             "",
             "Other tests that run only here:",
@@ -77,13 +77,20 @@ def summarize_matrices(ledgers: list[FileLedger]) -> str:
 
 def build_matrix_row(ledger: FileLedger, matrix: Matrix) -> str:
     """Return a matrix's row of the page."""
-    results = [result for result in ledger.tests.values() if result.get("matrix") == matrix.name]
-    whole = sum(result["seconds"] for result in results)
-    cover = sum(result["seconds"] for result in results if result["kind"] != "release")
-    every, tried = matrix.list_combinations(matrix.cells), matrix.list_combinations(matrix.chosen)
-    cells = f"{len(matrix.cells)} | {len(matrix.chosen)} | {len(matrix.fast)}"
-    name = f"{matrix.name}{' (triples)' if matrix.strength == 3 else ''}"
-    return f"| {name} | `{ledger.name}` | {cells} | {len(tried)} of {len(every)} | {whole:.0f} | {cover:.0f} |"
+    results = {name: result for name, result in ledger.tests.items() if result.get("matrix") == matrix.name}
+    cover = {name: result for name, result in results.items() if result["kind"] != "release"}
+    tried = [matrix.cells, list_passed(results, matrix), list_passed(cover, matrix)]
+    pairs = [len(matrix.list_pairs(cells)) for cells in tried]
+    seconds = [f"{sum(result['seconds'] for result in some.values()):.0f}" for some in (results, cover)]
+    numbers = [len(matrix.cells), len(matrix.chosen), len(matrix.fast), *pairs, *seconds]
+    return f"| {matrix.name} | `{ledger.name}` | {' | '.join(map(str, numbers))} |"
+
+
+def list_passed(results: dict[str, dict[str, Any]], matrix: Matrix) -> list[str]:
+    """Return the cells of a matrix whose tests have passed."""
+    passed = [name for name, result in results.items() if result["outcome"] == "passed"]
+    tests = [name.partition("[")[2].removesuffix("]") for name in passed]
+    return [cell for test in tests for cell in matrix.groups.get(test, [test])]
 
 
 def list_checks(ledger: FileLedger) -> list[float]:

@@ -4,7 +4,7 @@ Most bugs need one value or two together, so a covering array finds nearly all t
 part of its cost (Kuhn, Wallace and Gallo, "Software fault interactions and implications for software testing", 2004).
 """
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 Cell = Mapping[str, Hashable]
-"""The value of each feature. A feature that does not apply to a cell is left out."""
+"""The value of each feature. A feature that is off, or does not apply to a cell, may be left out: its value is None.
 
-Combination = frozenset[tuple[str, Hashable]]
+So the cover has each value with and without each feature. A default is given as a value where a cell may name it too.
+"""
+
+Pair = frozenset[tuple[str, Hashable]]
 
 
 class Matrix:
@@ -26,7 +29,6 @@ class Matrix:
         fast: Ids of cells that `make test` runs.
         always: Ids of cells that `make test-all` runs in any case: each feature alone, and each cell that has ever
             failed.
-        strength: How many values have to be tried together: 2 for pairs, 3 for triples.
         costs: What a cell costs compared with others, by id, 1 where nothing is given. Cheap cells are preferred.
     """
 
@@ -37,7 +39,6 @@ class Matrix:
         *,
         fast: Collection[str] = (),
         always: Collection[str] = (),
-        strength: int = 2,
         costs: Mapping[str, float] | None = None,
     ) -> None:
         unknown = sorted({*fast, *always} - cells.keys())
@@ -47,28 +48,39 @@ class Matrix:
         self.cells = cells
         self.fast = fast
         self.always = always
-        self.strength = strength
         self.costs = costs or {}
+        self.groups: dict[str, Sequence[str]] = {}
+        """The cells of each test that has several, by the test's id. All other tests have the id of their cell."""
 
     @cached_property
     def chosen(self) -> frozenset[str]:
         """Ids of the cells that `make test-all` runs.
 
-        Cells are taken one by one, each time the one that adds most combinations for its cost.
+        Cells are taken one by one, each time the one that adds most pairs for its cost.
         """
         chosen = {*self.fast, *self.always}
-        left = self.list_combinations(self.cells) - self.list_combinations(chosen)
-        new = {name: combine(cell, self.strength) & left for name, cell in self.cells.items()}
+        left = self.list_pairs(self.cells) - self.list_pairs(chosen)
+        new = {name: pairs & left for name, pairs in self.pairs.items()}
         while left:
             best = max(new, key=lambda name: len(new[name]) / self.costs.get(name, 1))
             chosen.add(best)
             left -= new[best]
-            new = {name: rest for name, combinations in new.items() if (rest := combinations & left)}
+            new = {name: rest for name, pairs in new.items() if (rest := pairs & left)}
         return frozenset(chosen)
 
-    def list_combinations(self, names: Iterable[str]) -> set[Combination]:
-        """Return every combination of values that occurs in the cells of these names."""
-        return {combination for name in names for combination in combine(self.cells[name], self.strength)}
+    @cached_property
+    def pairs(self) -> dict[str, set[Pair]]:
+        """The pairs of values of each cell. In a matrix of one feature, a value stands alone."""
+        nothing = dict.fromkeys(feature for cell in self.cells.values() for feature in cell)
+        size = min(len(nothing), 2)
+        return {
+            name: set(map(frozenset, combinations({**nothing, **cell}.items(), size)))
+            for name, cell in self.cells.items()
+        }
+
+    def list_pairs(self, names: Iterable[str]) -> set[Pair]:
+        """Return every pair of values that occurs in the cells of these names."""
+        return {pair for name in names for pair in self.pairs[name]}
 
     def mark(self, name: str) -> tuple[pytest.MarkDecorator, ...]:
         """Return the marks of a cell's test."""
@@ -81,7 +93,10 @@ class Matrix:
         """Return the arguments of `pytest.mark.parametrize`: for each cell its ``values``, id and marks."""
         return [pytest.param(*values[name], id=name, marks=self.mark(name)) for name in self.cells]
 
-
-def combine(cell: Cell, strength: int) -> set[Combination]:
-    """Return the combinations of ``strength`` values of a cell."""
-    return set(map(frozenset, combinations(cell.items(), strength)))
+    def make_group(self, name: str, cells: Sequence[str], *values: Any) -> Any:
+        """Return an argument of `pytest.mark.parametrize` for a test of several cells, whose marks are the same."""
+        marks = [self.mark(cell) for cell in cells]
+        if any(other != marks[0] for other in marks):
+            raise ValueError(f"{self.name}: the cells of {name} run in different tiers")
+        self.groups[name] = cells
+        return pytest.param(*values, id=name, marks=marks[0])
