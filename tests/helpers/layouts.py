@@ -1,5 +1,6 @@
 """Layouts that write and read checkpoints, and one training run that is the same on all of them."""
 
+import math
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -129,8 +130,15 @@ class Layout:
     optimizes_unused: bool = True
     """Whether an optimizer leaves a parameter alone that no loss uses."""
 
+    data_parallel_size: int = 1
+
     features: dict[str, Hashable] = field(default_factory=dict)
-    """What decides which parts of a tensor a rank has."""
+    """What decides which parts of a tensor a rank has, and how it writes them.
+
+    A kind of parallelism has the strategy as its value, since each strategy cuts tensors in its own way. Its size is no
+    feature: two ranks and four run the same lines. Neither is that of data parallelism, except that three ranks cut
+    unevenly. Each layout reads its own checkpoint in any case.
+    """
 
     @property
     def is_mixture(self) -> bool:
@@ -154,14 +162,27 @@ class Layout:
 def _fsdp2(
     world_size: int, flags: dict[str, Any] | None = None, *, checkpoint: CheckpointConfig | None = None, **sizes: int
 ) -> Layout:
+    checkpoint = checkpoint or CheckpointConfig()
     strategy = partial(FSDP2Strategy, config=FSDP2Config(**(flags or {})), checkpoint=checkpoint, **sizes)
-    return Layout(world_size, strategy, features={"strategy": "fsdp2", **dict.fromkeys(sizes, True)})
+    layout = Layout(world_size, strategy)
+    return _describe(layout, "fsdp2", flags, sizes, format=checkpoint.format, async_save=checkpoint.async_save)
 
 
 def _megatron_fsdp(world_size: int, flags: dict[str, Any] | None = None, **sizes: int) -> Layout:
     strategy = partial(MegatronFSDPStrategy, config=MegatronFSDPConfig(**(flags or {})), **sizes)
-    features = {"strategy": "megatron_fsdp", **dict.fromkeys(sizes, True)}
-    return Layout(world_size, strategy, context=cuda_on_cpu, optimizes_unused=False, features=features)
+    layout = Layout(world_size, strategy, context=cuda_on_cpu, optimizes_unused=False)
+    return _describe(layout, "megatron_fsdp", flags, sizes, format="sharded", async_save=False)
+
+
+def _describe(
+    layout: Layout, strategy: str, flags: dict[str, Any] | None, sizes: dict[str, int], **features: Hashable
+) -> Layout:
+    data_parallel_size = layout.world_size // math.prod(
+        sizes.get(axis, 1) for axis in ("tp_size", "cp_size", "pp_size")
+    )
+    features |= {"strategy": strategy, **dict.fromkeys(sizes, strategy)}
+    features |= {flag: (strategy, value) for flag, value in (flags or {}).items() if flag != "pp_microbatches"}
+    return replace(layout, data_parallel_size=data_parallel_size, features=features)
 
 
 def _with(layout: Layout, **features: Hashable) -> Layout:
@@ -186,19 +207,23 @@ _DENSE = {
     "pp2-interleaved": _fsdp2(2, {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2}, pp_size=2),
     "pp2-dp2": _fsdp2(4, {"pp_microbatches": 2}, pp_size=2),
     "pp2-tp2-sp": _fsdp2(4, {"sequence_parallel": True}, pp_size=2, tp_size=2),
-    "ddp2": Layout(2, partial(DDPStrategy, DDPConfig(find_unused_parameters=True)), features={"strategy": "ddp"}),
+    "ddp2": Layout(
+        2,
+        partial(DDPStrategy, DDPConfig(find_unused_parameters=True)),
+        data_parallel_size=2,
+        features={"strategy": "ddp", "format": "sharded", "async_save": False},
+    ),
     "megatron2": _megatron_fsdp(2),
     "megatron-hsdp2x2": _megatron_fsdp(4, dp_replicate_size=2),
     "megatron-dp2-tp2": _megatron_fsdp(4, tp_size=2),
-    "megatron-dp2-tp2-sp-zero1": _with(
-        _megatron_fsdp(4, {"sequence_parallel": True, "zero_dp_strategy": 1}, tp_size=2), zero=1
-    ),
+    "megatron-dp2-tp2-sp-zero1": _megatron_fsdp(4, {"sequence_parallel": True, "zero_dp_strategy": 1}, tp_size=2),
     # Lightning's own strategy asks every checkpoint for a state of each parameter that its optimizer holds
     "theirs": Layout(
         2,
         partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1),
         ShardedModel,
         optimizes_unused=False,
+        data_parallel_size=2,
         features={"strategy": "lightning"},
     ),
 }
