@@ -55,7 +55,7 @@ def list_features(name: str) -> dict[str, Any]:
         "lora": "lora" in model,
         **{f"model.{option}": model.get(option) for option in ("loss", "router_aux_loss_coef")},
         **options.pop("config"),
-        **{size: value != 1 for size, value in options.items() if size.endswith("_size")},
+        **{size: value for size, value in options.items() if size.endswith("_size") and value != 1},
     }
     return {feature: str(value) for feature, value in features.items() if value}
 

@@ -52,8 +52,8 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 MATRIX = Matrix(
     "loads of experts",
     {
-        mesh: {"experts": "ep_size" in sizes, **dict.fromkeys(sizes, True), **flags}
-        for mesh, (_, sizes, flags) in MESHES.items()
+        mesh: {**sizes, "is sharded": ranks > math.prod(sizes.values()), **flags}
+        for mesh, (ranks, sizes, flags) in MESHES.items()
     },
     fast=("ep2",),
     costs={mesh: ranks for mesh, (ranks, _, _) in MESHES.items()},

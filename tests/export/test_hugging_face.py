@@ -61,7 +61,7 @@ def describe(family: str, mesh: str) -> dict[str, Any]:
     """Return the features of a cell."""
     ranks, sizes = MESHES[mesh]
     is_sharded = ranks > math.prod(sizes.values())
-    return {"family": family, **dict.fromkeys(sizes, True), **({"fully_shard": True} if is_sharded else {})}
+    return {"family": family, **sizes, "fully_shard": is_sharded}
 
 
 MATRIX = Matrix(

@@ -57,13 +57,23 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-tp2-sp": (4, {"tp_size": 2, "config": SP}),
 }
 CELLS = {f"{family}-{mesh}": (family, mesh) for family in FAMILIES for mesh in MESHES}
+
+
+def describe(family: str, mesh: str) -> dict[str, Any]:
+    """Return the features of a cell. Data parallelism is none: it shards adapters like all weights, on every mesh."""
+    _, options = MESHES[mesh]
+    return {
+        "family": family,
+        "tp_size": options.get("tp_size", 1),
+        "sequence_parallel": options.get("config", FSDP2Config()).sequence_parallel,
+    }
+
+
 MATRIX = Matrix(
     "adapters of families",
-    {
-        name: {"family": family, **dict.fromkeys(MESHES[mesh][1], True), **({"dp": True} if "dp" in mesh else {})}
-        for name, (family, mesh) in CELLS.items()
-    },
-    always=("gpt2-tp2", "llama-dp2"),
+    {name: describe(*cell) for name, cell in CELLS.items()},
+    always=("gpt2-tp2",),
+    costs={name: MESHES[mesh][0] for name, (_, mesh) in CELLS.items()},
 )
 
 

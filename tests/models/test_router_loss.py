@@ -81,7 +81,7 @@ CELLS = {
 def describe(mesh: str, family: str, option: str) -> dict[str, Any]:
     """Return the features of a cell."""
     _, sizes, flags = MESHES[mesh]
-    return {"family": family, "option": option, **{name: size > 1 for name, size in sizes.items()}, **flags}
+    return {"family": family, "option": option, **sizes, **flags}
 
 
 MATRIX = Matrix(

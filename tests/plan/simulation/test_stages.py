@@ -30,11 +30,11 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
 TRAINED = Matrix(
     "simulated stages beside real ones",
     {
-        "pp 2": {"pp": 2},
+        "pp 2": {"pp": 2, "schedule": "1f1b"},
         "pp 2, GPipe": {"pp": 2, "schedule": "gpipe"},
         "pp 2, interleaved": {"pp": 2, "schedule": "interleaved_1f1b"},
-        "pp 2 x dp 2": {"pp": 2, "dp": 2, "accumulation": 2},
-        "pp 2 x tp 2, SP": {"pp": 2, "tp": 2, "recomputation": "full"},
+        "pp 2 x dp 2": {"pp": 2, "schedule": "1f1b", "dp": 2, "accumulation": 2},
+        "pp 2 x tp 2, SP": {"pp": 2, "schedule": "1f1b", "tp": 2, "recomputation": "full"},
         "pp 4": {"pp": 4, "schedule": "1f1b"},
     },
 )
