@@ -49,12 +49,17 @@ class PlansAhead(CausalLM):
     """Asks for the number of steps while it configures its optimizer, which makes the data loaders early."""
 
     def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches == STEPS
+        assert self.trainer.estimated_stepping_batches == self.trainer.max_steps
         return super().configure_optimizers()
 
 
 def train(
-    folder: Path, *, ckpt_path: str | None = None, callbacks: list[pl.Callback] | None = None, **strategy: Any
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    ckpt_path: str | None = None,
+    callbacks: list[pl.Callback] | None = None,
+    **strategy: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(1, workers=True, verbose=False)
     config = CONTEXT_PARALLEL_CONFIG if "cp_size" in strategy else CONFIG
@@ -62,7 +67,7 @@ def train(
     data = TextDataModule(path=str(folder / "text"), sequence_length=16, batch_size=2, validation_fraction=0.2)
     trainer = make_trainer(
         FSDP2Strategy(**strategy),
-        max_steps=STEPS,
+        max_steps=steps,
         accumulate_grad_batches=2,
         val_check_interval=3,
         limit_val_batches=2,
@@ -141,6 +146,19 @@ def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
     assert_same_end(tmp_path, expected, ranks, **strategy)
 
 
+@pytest.mark.release
+@pytest.mark.parametrize("step", [6, 7])
+def test_a_longer_run_killed_at_any_step_resumes_to_the_same_weights(step: int, tmp_path: Path) -> None:
+    """From checkpoints that took the place of others."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        write_text(tmp_path / name)
+    expected = run_ranks(lambda: train(tmp_path / "whole", steps=8), 2)[0]
+    with pytest.raises(RankError, match="died"):
+        run_ranks(lambda: train(tmp_path / "killed", steps=8, callbacks=[KillAt(step)]), 2, patience=0.5)
+    assert_same_end(tmp_path / "killed", expected, steps=8)
+
+
 @pytest.mark.slow
 def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,9 +183,11 @@ def test_a_run_killed_while_it_saves_resumes_from_the_checkpoint_before(
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
 
-def assert_same_end(folder: Path, expected: dict[str, Any], ranks: int = 2, **strategy: Any) -> None:
-    for actual in run_ranks(lambda: train(folder, ckpt_path="last", **strategy), ranks):
-        assert actual["step"] == expected["step"] == STEPS
+def assert_same_end(
+    folder: Path, expected: dict[str, Any], ranks: int = 2, *, steps: int = STEPS, **strategy: Any
+) -> None:
+    for actual in run_ranks(lambda: train(folder, steps=steps, ckpt_path="last", **strategy), ranks):
+        assert actual["step"] == expected["step"] == steps
         assert actual["epoch"] == expected["epoch"]
         assert actual["lr"] == expected["lr"]
         different = [

@@ -285,18 +285,27 @@ def test_torchrun_trains_on_one_node_and_goes_on(warm: Cluster) -> None:
         assert_trained(warm.start(command, PROCESSES_PER_NODE="2"), warm, resumed=steps > 2)
 
 
+def train_on_two_nodes(cluster: Cluster, port: str, host: int | None) -> None:
+    """Train with the store on the node ``host``, or where it is served."""
+    variables = {"STORE": f"127.0.0.1:{port}", "NODES": "2", "PROCESSES_PER_NODE": "1", "ADDRESS": "127.0.0.1"}
+    command = ["bash", "examples/torchrun/nodes.sh", QUICKSTART, *TOY, *HYBRID]
+    for job in [cluster.start(command, **variables, IS_HOST=str(node == host).lower()) for node in range(2)]:
+        assert_trained(job, cluster)
+
+
 @pytest.mark.guarantees("launch-scripts")
 @pytest.mark.slow
 def test_torchrun_trains_on_two_nodes_with_a_store_on_a_third(warm: Cluster) -> None:
     port = str(get_free_port())
     store = warm.start([warm.python, "examples/torchrun/serve_store.py", port])
-    variables = {"STORE": f"127.0.0.1:{port}", "NODES": "2", "PROCESSES_PER_NODE": "1", "ADDRESS": "127.0.0.1"}
-    command = ["bash", "examples/torchrun/nodes.sh", QUICKSTART, *TOY, *HYBRID]
-    jobs = [warm.start(command, **variables, IS_HOST="false") for _ in range(2)]
-    for job in jobs:
-        assert_trained(job, warm)
+    train_on_two_nodes(warm, port, host=None)
     store.process.terminate()
     assert store.wait() == 0
+
+
+@pytest.mark.release
+def test_torchrun_trains_on_two_nodes_with_the_store_on_the_first(warm: Cluster) -> None:
+    train_on_two_nodes(warm, str(get_free_port()), host=0)
 
 
 @pytest.mark.guarantees("launch-scripts")

@@ -136,6 +136,9 @@ GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]]
 }
 """How a first run ends, how one goes on that was not ended, and the loader of both."""
 
+TWO_ENDS = ["amid an epoch, for epochs", "after an epoch"]
+OTHER_ENDS = [name for name in GOES_ON if name not in TWO_ENDS]
+
 
 @pytest.mark.guarantees("goes-on-from-the-last-step")
 @pytest.mark.slow
@@ -144,8 +147,9 @@ GOES_ON: dict[str, tuple[dict[str, int], dict[str, int], type[DataLoader[Any]]]]
     ("strategy", "names"),
     [
         pytest.param("fsdp2", list(GOES_ON), id="fsdp2"),
+        *(pytest.param(strategy, TWO_ENDS, id=strategy) for strategy in ("ddp", "megatron_fsdp")),
         *(
-            pytest.param(strategy, ["amid an epoch, for epochs", "after an epoch"], id=strategy)
+            pytest.param(strategy, OTHER_ENDS, id=f"{strategy}-others", marks=pytest.mark.release)
             for strategy in ("ddp", "megatron_fsdp")
         ),
     ],
