@@ -83,9 +83,9 @@ def make_strategy(flags: dict[str, Any] | None = None, **options: Any) -> Megatr
     return MegatronFSDPStrategy(tp_size=2, config=MegatronFSDPConfig(**(flags or {})), **options)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters: Any, fused: bool | None = True) -> torch.optim.Optimizer:
     """Return a fused optimizer, for whose few operations torch finds placements in half of the time."""
-    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=LEARNING_RATE, eps=EPSILON, fused=True)
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=LEARNING_RATE, eps=EPSILON, fused=fused)
 
 
 class User(WithModel):
@@ -104,6 +104,12 @@ class User(WithModel):
         self.log("loss", self.loss(batch), sync_dist=True)
 
     test_step = validation_step
+
+
+class NotFused(User):
+    """Has torch's default optimizer."""
+
+    make_optimizer = staticmethod(partial(adamw, fused=None))
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -149,14 +155,13 @@ class KeepsFirstWeights(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "ranks"),
     [
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "qwen3", "phi3")),
-        pytest.param("llama", marks=pytest.mark.release),
+        *(pytest.param(family, 4, marks=pytest.mark.slow) for family in ("gpt2", "qwen3", "phi3")),
+        *(pytest.param(*cell, marks=pytest.mark.release) for cell in (("llama", 4), ("gpt2", 2))),
     ],
 )
-def test_pretrained_weights_come_in_and_trained_ones_go_out(family: str, tmp_path: Path) -> None:
-    ranks = 4
+def test_pretrained_weights_come_in_and_trained_ones_go_out(family: str, ranks: int, tmp_path: Path) -> None:
     model = make_rough_model(CONFIGS[family])
     model.save_pretrained(tmp_path / "base")
 
@@ -182,8 +187,16 @@ def test_pretrained_weights_come_in_and_trained_ones_go_out(family: str, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint holds the random states")
-@pytest.mark.parametrize("there", ["megatron", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_fsdp2_goes_on_from_its_checkpoint_and_the_other_way_round(there: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "make_module"),
+    [
+        ("megatron", User),
+        *(pytest.param(there, NotFused, marks=pytest.mark.slow) for there in ("megatron", "fsdp2")),
+    ],
+)
+def test_fsdp2_goes_on_from_its_checkpoint_and_the_other_way_round(
+    there: str, make_module: type[User], tmp_path: Path
+) -> None:
     batches = make_batches(1) * 2
 
     def run() -> None:
@@ -191,11 +204,11 @@ def test_fsdp2_goes_on_from_its_checkpoint_and_the_other_way_round(there: str, t
         first, second = strategies
         loader = DataLoader(batches, batch_size=None)
         trainer = make_trainer(first, max_steps=1)
-        trainer.fit(User(), loader)
+        trainer.fit(make_module(), loader)
         trainer.save_checkpoint(tmp_path / "half.ckpt")
-        module = User()
+        module = make_module()
         make_trainer(second, max_steps=2).fit(module, loader, ckpt_path=tmp_path / "half.ckpt")
-        assert_same(module, train_one(User(), batches, 1))
+        assert_same(module, train_one(make_module(), batches, 1))
 
     KIND.run(run, 2)
 
@@ -361,7 +374,10 @@ def clip_by_hand(parameters: Any) -> None:
     [
         (3, True, 2),
         *((*cell, 4) for cell in ((0, True), (1, True), (2, True), (1, False))),
-        *(pytest.param(*cell, marks=pytest.mark.release) for cell in ((3, False, 2), (0, False, 4), (2, False, 4))),
+        *(
+            pytest.param(*cell, marks=pytest.mark.release)
+            for cell in ((3, False, 2), (0, False, 4), (2, False, 4), (1, False, 2))
+        ),
     ],
 )
 def test_steps_by_hand_over_two_backwards(zero_dp_strategy: int, synchronises_each: bool, ranks: int) -> None:
@@ -392,11 +408,18 @@ CHUNKED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 """Ranks, flags and options. :mod:`test_megatron_tensor_parallel` has more with tensor parallelism."""
 
+MORE_CHUNKED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp2 x tp2, bf16": (4, SP, {"precision": "bf16-true"}),
+    "dp2 x tp2, zero 0": (4, {"zero_dp_strategy": 0}, {}),
+    "dp2 x tp2, meta, tied": (4, {"init_fsdp_with_meta_device": True}, {"meta": True, "tied": True}),
+    "dp2, zero 0": (2, {"zero_dp_strategy": 0}, {}),
+}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", [*CHUNKED, *(pytest.param(name, marks=pytest.mark.release) for name in MORE_CHUNKED)])
 def test_a_chunked_loss_has_the_numbers_of_one_process(name: str) -> None:
-    ranks, flags, options = CHUNKED[name]
+    ranks, flags, options = (CHUNKED | MORE_CHUNKED)[name]
 
     def run() -> None:
         torch.manual_seed(0)
@@ -422,7 +445,14 @@ class PartlyFrozen(User):
             part.requires_grad_(False)
 
 
-@pytest.mark.parametrize(("zero_dp_strategy", "ranks"), [(3, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("zero_dp_strategy", "ranks"),
+    [
+        (3, 2),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+        *(pytest.param(*cell, marks=pytest.mark.release) for cell in ((3, 4), (1, 2))),
+    ],
+)
 def test_frozen_weights_stay_and_the_others_train(zero_dp_strategy: int, ranks: int) -> None:
     batches = make_batches(2 * ranks // 2)
 
@@ -449,7 +479,12 @@ class WithHead(User):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "value", "ranks"), [("norm", 0.1, 2), pytest.param("value", 1e-3, 4, marks=pytest.mark.slow)]
+    ("algorithm", "value", "ranks"),
+    [
+        ("norm", 0.1, 2),
+        pytest.param("value", 1e-3, 4, marks=pytest.mark.slow),
+        *(pytest.param(*cell, marks=pytest.mark.release) for cell in (("norm", 0.1, 4), ("value", 1e-3, 2))),
+    ],
 )
 def test_a_head_of_one_s_own_trains_and_gradients_are_clipped(algorithm: str, value: float, ranks: int) -> None:
     batches = make_batches(2 * ranks // 2)
@@ -486,7 +521,10 @@ class Observes(pl.Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero_dp_strategy", "ranks"), [(3, 2), (0, 4)])
+@pytest.mark.parametrize(
+    ("zero_dp_strategy", "ranks"),
+    [(3, 2), (0, 4), *(pytest.param(*cell, marks=pytest.mark.release) for cell in ((3, 4), (0, 2)))],
+)
 def test_callbacks_generate_validate_and_read_gradients_between_steps(zero_dp_strategy: int, ranks: int) -> None:
     window = ranks // 2
     batches = make_batches(2 * window)

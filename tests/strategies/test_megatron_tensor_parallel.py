@@ -216,14 +216,14 @@ ODD_ON_SOME = {"intermediate_size": 17, "hidden_size": 16, "head_dim": 64}
 """On three data parallel ranks, only some of them hold rows that lie elsewhere on other tensor parallel ranks."""
 
 
-def train_on_two_halves(zero_dp_strategy: int, steps: int = 1) -> None:
+def train_on_two_halves(zero_dp_strategy: int, steps: int = 1, fused: bool | None = True) -> None:
     """Two backwards of each step, both synchronised, on Qwen3: each of its ranks has norms of its own heads."""
     torch.manual_seed(0)
     model = make_causal_lm(MODELS["qwen3"])
     reference = deepcopy(model)
     config = MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy)
     mesh = create_device_mesh(config, tp_size=2)
-    optimizers: list[Any] = [OPTIMIZER(each.parameters()) for each in (model, reference)]
+    optimizers: list[Any] = [OPTIMIZER(each.parameters(), fused=fused) for each in (model, reference)]
     called, optimizers[0] = MegatronFSDPManager(config, mesh).parallelize(model, optimizers[0])
     for batch in make_token_batches(steps, size=2, ragged=False):
         for ids in batch["input_ids"].split(1):
@@ -237,10 +237,15 @@ def train_on_two_halves(zero_dp_strategy: int, steps: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero_dp_strategy", "steps"), [(3, 1), *(pytest.param(number, 2, marks=pytest.mark.slow) for number in (0, 2, 3))]
+    ("zero_dp_strategy", "steps", "fused"),
+    [
+        (3, 1, True),
+        *(pytest.param(number, 2, True, marks=pytest.mark.slow) for number in (0, 2)),
+        pytest.param(3, 2, None, id="3-2-torch's default", marks=pytest.mark.slow),
+    ],
 )
-def test_two_synchronised_backwards_add_up(zero_dp_strategy: int, steps: int) -> None:
-    KIND.run(train_on_two_halves, 2, zero_dp_strategy, steps)
+def test_two_synchronised_backwards_add_up(zero_dp_strategy: int, steps: int, fused: bool | None) -> None:
+    KIND.run(train_on_two_halves, 2, zero_dp_strategy, steps, fused)
 
 
 def change_between_backwards(change: Callable[[nn.Module], Any], zero_dp_strategy: int, flags: dict[str, Any]) -> None:
