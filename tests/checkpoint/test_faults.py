@@ -159,6 +159,7 @@ def assert_goes_on(job: Job, uninterrupted: Losses, published: int) -> None:
     """The job started from ``published`` or a later step, and computed what an uninterrupted one does."""
     for rank, losses in enumerate(uninterrupted):
         if not job.has_begun(rank):
+            assert job.launcher.exitcode != 0, f"the job ended, and rank {rank} never began"
             continue  # it was killed before
         resumed, own = job.read_log(rank)
         assert published <= resumed
