@@ -148,7 +148,8 @@ def test_the_longest_of_the_last_run_start_first_after_the_unknown(
     rows = "| `tests/test_a.py` | 1 | 0 | 0 | 5 | 70 |\n| `tests/test_b.py` | 1 | 0 | 0 | 7 | 7 |\n"
     (repository / "docs/test-all.md").write_text(rows)
     monkeypatch.setattr(ledger, "STREAMS", 1)
-    for tier, order in {"fast": ["new", "b", "a"], "all": ["new", "a", "b"]}.items():
+    orders = {"fast": ["new", "b", "a"], "all": ["new", "a", "b"], "matrices": ["new", "a", "b"]}
+    for tier, order in orders.items():
         (repository / "ran").write_text("")
         assert run_tests.main([tier, "--again"]) == 0
         shutil.rmtree(repository / ".test")

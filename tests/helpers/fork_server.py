@@ -116,7 +116,7 @@ def fork_program(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def enter_namespaces(process: int) -> None:
-    """Enter the namespaces of `process`."""
+    """Enter the namespaces of ``process``."""
     libc = ctypes.CDLL(None, use_errno=True)
     others = [Path(f"/proc/{process}/ns/{name}") for name in NAMESPACES]
     files = [

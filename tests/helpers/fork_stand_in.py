@@ -1,4 +1,4 @@
-"""Takes the place of `python`: passes signals on and ends as the program does.
+"""Takes the place of ``python``: passes signals on and ends as the program does.
 
 The script that :func:`helpers.fork_server.get_python` writes runs this file. It imports little, to start at once.
 """

@@ -11,6 +11,8 @@ from pathlib import Path
 from benchmarks.memory import Run, Variant
 from helpers.fork_server import get_python
 
+ROOT = Path(__file__).resolve().parents[2]
+
 PROGRAM = """
 import json, pickle, sys
 from functools import partial
@@ -19,8 +21,6 @@ from benchmarks.memory import run_forked, train
 run, variant, folder = pickle.loads(bytes.fromhex(sys.argv[1]))
 print(json.dumps(run_forked(partial(train, run, variant, folder), run.ranks)))
 """
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure_added(run: Run, variant: Variant, folder: Path) -> list[int]:

@@ -155,6 +155,17 @@ def make_mixed_batch() -> dict[str, Any]:
     }
 
 
+class AtSteps(pl.Callback):
+    """Calls actions at the end of steps, after ModelCheckpoint's."""
+
+    def __init__(self, actions: dict[int, Callable[[pl.Trainer], Any]]) -> None:
+        self.actions = actions
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if action := self.actions.get(trainer.global_step):
+            action(trainer)
+
+
 def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
     """Return a Trainer of all ranks, or with "auto" of this one, that takes two steps and writes and shows nothing."""
     defaults = {

@@ -793,5 +793,6 @@ def test_all_gather_in_a_step_is_over_the_ranks_of_the_stage() -> None:
     def run() -> None:
         trainer = make_trainer(FSDP2Strategy(**PP2), max_steps=1)
         trainer.fit(Gathers(), DataLoader(make_token_batches(1, size=4), batch_size=None))
+        assert trainer.global_step == 1
 
     run_ranks(run, 4)

@@ -4,7 +4,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,7 @@ from helpers import user_modules
 from helpers.oracle import whole
 from helpers.ranks import RankError, run_ranks
 from helpers.strategies import STRATEGIES
-from helpers.user_modules import WIDTH, WORLD, Normalized
+from helpers.user_modules import WIDTH, WORLD, AtSteps, Normalized
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
@@ -74,17 +74,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     module = Regressor()
     load_checkpoint(path, module)
     return module.state_dict()
-
-
-class AtSteps(pl.Callback):
-    """Calls actions at the end of steps, after ModelCheckpoint's."""
-
-    def __init__(self, actions: dict[int, Callable[[pl.Trainer], Any]]) -> None:
-        self.actions = actions
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if action := self.actions.get(trainer.global_step):
-            action(trainer)
 
 
 class Gate:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import user_modules
 from helpers.ranks import run_ranks
-from helpers.user_modules import UserModule, make_mixed_batch
+from helpers.user_modules import AtSteps, UserModule, make_mixed_batch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -454,15 +454,6 @@ def make_stateful(kind: str, count: int) -> Any:
     return StatefulDataLoader(SampleStream(count), batch_size=1, num_workers=workers)
 
 
-class SavesAt(pl.Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 EPOCH = 4
 
 
@@ -473,7 +464,9 @@ def assert_resumed_run_reads_the_next_batch(kind: str, step: int, folder: Path, 
     options: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False}
     path = folder / f"{step}.ckpt"
     first, second = Reader(), Reader()
-    make_trainer(**options, callbacks=[SavesAt(step, path)]).fit(first, make_stateful(kind, count))
+    make_trainer(**options, callbacks=[AtSteps({step: lambda trainer: trainer.save_checkpoint(path)})]).fit(
+        first, make_stateful(kind, count)
+    )
     assert first.seen["fit"] == [*range(EPOCH)] * 2, step
     make_trainer(**options).fit(second, make_stateful(kind, count), ckpt_path=path)
     assert second.seen["fit"] == ([*range(EPOCH)] * 2)[step:], step

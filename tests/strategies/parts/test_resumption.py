@@ -4,16 +4,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.user_modules import UserModule
+from helpers.user_modules import AtSteps, UserModule, make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-
-from lightning_fsdp2 import FSDP2Strategy
 
 EPOCH, RANKS = 4, 2
 
@@ -30,20 +27,6 @@ class Reader(UserModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.read += batch.flatten().int().tolist()
         return self.layer(batch).mean()
-
-
-class SavesAt(pl.Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
-def make_trainer(**options: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return pl.Trainer(accelerator="cpu", devices=RANKS, strategy=FSDP2Strategy(), **quiet, **options)
 
 
 def make_loader(*, shuffle: bool) -> StatefulDataLoader[Tensor]:
@@ -73,7 +56,8 @@ def test_the_epoch_in_which_a_run_is_resumed_is_shuffled_as_in_a_run_that_went_t
 
     def run() -> tuple[list[int], list[int]]:
         through, resumed = Reader(), Reader()
-        make_trainer(max_epochs=3, callbacks=[SavesAt(step, path)]).fit(through, make_loader(shuffle=True))
+        save = AtSteps({step: lambda trainer: trainer.save_checkpoint(path)})
+        make_trainer(max_epochs=3, callbacks=[save]).fit(through, make_loader(shuffle=True))
         make_trainer(max_epochs=3).fit(resumed, make_loader(shuffle=True), ckpt_path=path)
         return through.read, resumed.read
 
