@@ -1,4 +1,4 @@
-"""The helper that runs ranks: what it tries again, and what it does not."""
+"""The helper that runs ranks: how it tells crashes apart, and how long it waits."""
 
 import ctypes
 import faulthandler
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers import ranks
-from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
+from helpers.ranks import NativeCrash, RankError, raises_on_all_ranks, run_ranks
 
 
 def start_native_thread_at_nothing() -> None:
@@ -19,41 +19,24 @@ def start_native_thread_at_nothing() -> None:
     time.sleep(30)
 
 
-def crash_first(marker: Path) -> str:
-    if not marker.exists():
-        marker.touch()
-        start_native_thread_at_nothing()
-    return "second"
-
-
-def test_a_crash_in_a_native_thread_is_tried_again_once(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="tried again: rank 0 died in a native thread"):
-        assert run_ranks(crash_first, 1, tmp_path / "marker") == ["second"]
-    with pytest.warns(UserWarning, match="tried again"), pytest.raises(RankError, match="rank 0 died or hung"):
+def test_a_crash_in_a_native_thread_is_told_apart() -> None:
+    with pytest.raises(NativeCrash, match="rank 0 died in a native thread"):
         run_ranks(start_native_thread_at_nothing, 1)
 
 
-def test_a_damaged_heap_is_tried_again(tmp_path: Path) -> None:
-    def free_wrongly_first() -> str:
-        if not (tmp_path / "marker").exists():
-            (tmp_path / "marker").touch()
-            free = ctypes.CDLL(None).free
-            free.argtypes = [ctypes.c_void_p]
-            free(ctypes.addressof(ctypes.create_string_buffer(24)) + 8)  # nothing was allocated there
-        return "second"
+def test_a_damaged_heap_is_told_apart() -> None:
+    def free_wrongly() -> None:
+        free = ctypes.CDLL(None).free
+        free.argtypes = [ctypes.c_void_p]
+        free(ctypes.addressof(ctypes.create_string_buffer(24)) + 8)  # nothing was allocated there
 
-    with pytest.warns(UserWarning, match="tried again: rank 0 died of a damaged heap"):
-        assert run_ranks(free_wrongly_first, 1) == ["second"]
+    with pytest.raises(NativeCrash, match="rank 0 died of a damaged heap"):
+        run_ranks(free_wrongly, 1)
 
 
-def test_a_crash_in_a_thread_of_python_is_not(tmp_path: Path) -> None:
-    def crash() -> None:
-        (tmp_path / str(time.monotonic_ns())).touch()
-        faulthandler._sigsegv()
-
+def test_a_crash_in_a_thread_of_python_is_a_failure_of_the_rank() -> None:
     with pytest.raises(RankError, match="Segmentation fault"):
-        run_ranks(crash, 1)
-    assert len(list(tmp_path.iterdir())) == 1
+        run_ranks(faulthandler._sigsegv, 1)
 
 
 def test_ranks_have_as_long_as_they_are_given() -> None:

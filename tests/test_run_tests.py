@@ -133,12 +133,27 @@ def test_a_test_that_failed_and_was_skipped_at_its_end_has_failed(repository: Pa
     assert "- `tests/test_late.py::test_late`" in (repository / "docs/test-all.md").read_text()
 
 
-def test_what_was_repeated_after_a_crash_is_on_the_page(repository: Path) -> None:
-    warn = "import warnings; warnings.warn('tried again: rank 1 died in a native thread')"
-    write(repository, {"tests/test_crash.py": make_test(repository, "crash", warn) + make_test(repository, "other")})
-    assert run(repository)[0] == 0
+def test_what_native_code_crashed_is_repeated_once_with_new_fixtures_and_is_on_the_page(
+    repository: Path, pytestconfig: pytest.Config
+) -> None:
+    options = pytestconfig.getini("addopts")
+    with (repository / "pyproject.toml").open("a") as project:
+        project.write(f"addopts = {[option for option in options if 'rerun' in option]}\n")
+    crash = (
+        "from helpers.ranks import NativeCrash\n"
+        "def test_crash(tmp_path):\n"
+        f"    {NOTES.format(path=str(repository / 'ran'), name='crash')}\n"
+        "    (tmp_path / 'left').mkdir()  # without exist_ok\n"
+        f"    if open({str(repository / 'ran')!r}).read().count('crash') < {{}}: raise NativeCrash('rank 1 died')\n"
+    )
+    write(repository, {"tests/test_crash.py": crash.format(2) + make_test(repository, "other")})
+    assert run(repository) == (0, ["crash", "crash", "other"])
     repeated = (repository / "docs/test-all.md").read_text().partition("## Repeated after a crash of native code")[2]
     assert repeated.split() == ["-", "`tests/test_crash.py::test_crash`"]
+    write(repository, {"tests/test_crash.py": crash.format(9)})
+    assert run(repository) == (1, ["crash", "crash"])
+    write(repository, {"tests/test_crash.py": crash.format(2).replace("raise NativeCrash(", "raise ValueError(")})
+    assert run(repository) == (1, ["crash"])
 
 
 def test_the_longest_of_the_last_run_start_first_after_the_unknown(

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -34,15 +33,16 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
 PATIENCE_SECONDS = 10.0
-TRIED_AGAIN = "tried again: "
-"""Beginning of the warning about a run that was repeated after a crash of native code."""
-
 DAMAGED_HEAP = re.compile(r"^(malloc|free|realloc)\(\): |^(double free or )?corruption|^corrupted ", re.MULTILINE)
 """What the C library writes before it aborts a process with a damaged heap."""
 
 
 class NativeCrash(Exception):
-    """A thread that is none of Python's, such as gloo's, died of a segmentation fault, or the heap is damaged."""
+    """A thread that is none of Python's, such as gloo's, died of a segmentation fault, or the heap is damaged.
+
+    pytest repeats a test once that ends with this error (``pyproject.toml``), with new fixtures, since the ranks may
+    have left files.
+    """
 
 
 class RankError(AssertionError):
@@ -83,48 +83,13 @@ def run_ranks(
         seconds: Time after which the ranks are killed. It should be four times what they usually need, and end before
             the test's own timeout does.
 
-    A segmentation fault in a native thread is tried once again, with a warning: now and then one of gloo's dies in
-    `malloc`, of a cause that is not known (docs/decisions.md). So is a rank that the C library ended because it found
-    the heap damaged, in whatever thread. Any other crash of a thread of Python's, where the code under test runs, is an
-    error at once.
-
     Raises:
+        NativeCrash: When a native thread died of a segmentation fault: now and then one of gloo's dies in `malloc`, of
+            a cause that is not known (docs/decisions.md). Also when the C library ended a rank because it found the
+            heap damaged, in whatever thread. Any other crash of a thread of Python's, where the code under test runs,
+            is a RankError.
         RankError: With the traceback of the first rank that failed. The other ranks are killed.
     """
-    try:
-        return _run_once(function, world_size, args, group, patience, seconds)
-    except NativeCrash as crash:
-        warnings.warn(f"{TRIED_AGAIN}{crash}", stacklevel=2)
-        return _run_once(function, world_size, args, group, patience, seconds, is_second=True)
-
-
-@contextlib.contextmanager
-def raises_on_all_ranks(error: type[BaseException], match: str) -> Iterator[None]:
-    """Expect that :func:`run_ranks` in this block ends with the same error on every rank.
-
-    ``pytest.raises(RankError)`` sees only the first rank that fails. The others may have returned, wait for it, or fail
-    because it is gone; here each of these is a failure of the test.
-
-    Args:
-        error: The type of the exception.
-        match: A regular expression for its message.
-    """
-    with pytest.raises(RankError) as caught:
-        yield
-    for rank, failure in enumerate(caught.value.failures):
-        if not isinstance(failure, error) or not re.search(match, str(failure)):
-            raise AssertionError(f"rank {rank} did not raise {error.__name__}({match!r}), but: {failure!r}")
-
-
-def _run_once(
-    function: Callable[..., Any],
-    world_size: int,
-    args: tuple[Any, ...],
-    group: bool,
-    patience: float,
-    seconds: float,
-    is_second: bool = False,
-) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = _free_port()
         context = multiprocessing.get_context("fork")
@@ -143,11 +108,28 @@ def _run_once(
             for process in processes:
                 process.kill()
                 process.join()
-        if not is_second:
-            _raise_native_crash(processes, Path(folder))
+        _raise_native_crash(processes, Path(folder))
         results = [_read_result(Path(folder) / f"{rank}.pickle") for rank in range(world_size)]
         _raise_first_failure(results, failed, Path(folder))
         return [result["value"] for result in results]
+
+
+@contextlib.contextmanager
+def raises_on_all_ranks(error: type[BaseException], match: str) -> Iterator[None]:
+    """Expect that :func:`run_ranks` in this block ends with the same error on every rank.
+
+    ``pytest.raises(RankError)`` sees only the first rank that fails. The others may have returned, wait for it, or fail
+    because it is gone; here each of these is a failure of the test.
+
+    Args:
+        error: The type of the exception.
+        match: A regular expression for its message.
+    """
+    with pytest.raises(RankError) as caught:
+        yield
+    for rank, failure in enumerate(caught.value.failures):
+        if not isinstance(failure, error) or not re.search(match, str(failure)):
+            raise AssertionError(f"rank {rank} did not raise {error.__name__}({match!r}), but: {failure!r}")
 
 
 def _wait_for_all(processes: list[Any], patience: float, seconds: float) -> int | None:

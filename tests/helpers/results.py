@@ -15,7 +15,6 @@ import pytest
 
 from helpers.fork_server import FORKED_SECONDS
 from helpers.ledger import Ledger, get_commit, get_key
-from helpers.ranks import TRIED_AGAIN
 from helpers.reach import PAGE, ROOT, find_reach
 
 TIERS = {"fast": ("fast",), "all": ("fast", "slow"), "matrices": ("fast", "slow", "release")}
@@ -85,7 +84,8 @@ class FileLedger(Ledger):
         if time.monotonic() > deadline or self.is_done(kinds):
             return 0
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # it would look through all that is installed
-        options = ["--rootdir", str(ROOT), "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+        plugins = ["-p", "pytest_timeout", "-p", "pytest_rerunfailures", "-p", "no:cacheprovider"]
+        options = ["--rootdir", str(ROOT), *plugins]
         with (
             tempfile.NamedTemporaryFile(prefix="forked-seconds-") as file,
             patch.dict(os.environ, {FORKED_SECONDS: file.name}),
@@ -160,14 +160,12 @@ class FileLedger(Ledger):
         self.end_in_time(item.session, nextitem)
         return result
 
-    def pytest_warning_recorded(self, warning_message: Any, nodeid: str) -> None:
-        if str(warning_message.message).startswith(TRIED_AGAIN):
-            self.add(nodeid, **self.results[nodeid] | {"tried_again": True})
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         result = self.results[report.nodeid]
         result["seconds"] += report.duration
-        if report.failed:
+        if report.outcome == "rerun":
+            result["tried_again"] = True
+        elif report.failed:
             result["outcome"] = "failed"
         elif report.skipped and result["outcome"] != "failed":
             result["outcome"] = "skipped"
