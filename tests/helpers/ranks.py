@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -110,7 +110,7 @@ def run_ranks(
                 process.join()
         _raise_native_crash(processes, Path(folder))
         results = [_read_result(Path(folder) / f"{rank}.pickle") for rank in range(world_size)]
-        _raise_first_failure(results, failed, Path(folder))
+        _raise_first_failure(results, failed, Path(folder), [process.exitcode for process in processes])
         return [result["value"] for result in results]
 
 
@@ -244,19 +244,24 @@ def _read_result(path: Path) -> dict[str, Any] | None:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def _raise_first_failure(results: list[dict[str, Any] | None], failed: int | None, folder: Path) -> None:
+def _raise_first_failure(
+    results: list[dict[str, Any] | None], failed: int | None, folder: Path, codes: Sequence[int | None]
+) -> None:
     if failed is None:
         return
-    result = results[failed]
     failures = [_find_failure(rank_result) for rank_result in results]
-    log = (folder / f"{failed}.log").read_text(errors="replace")
-    if result is None:
-        # what the others were at when their connections broke says where it died
-        others = "\n".join(other["traceback"] for other in results if other is not None and "error" in other)
-        message = f"rank {failed} died or hung without a result. Its output:\n{log[-16000:]}\nThe others:\n{others}"
-    else:
-        message = f"rank {failed} failed:\n{result['traceback']}\nIts output:\n{log[-4000:]}"
-    raise RankError(failed, message, failures)
+    # a rank without a result comes first: another may have failed because this one was gone
+    without = [rank for rank, result in enumerate(results) if result is None]
+    parts = [
+        f"rank {rank} died or hung without a result (exit code {codes[rank]}). Its output:"
+        f"\n{(folder / f'{rank}.log').read_text(errors='replace')[-16000:]}"
+        for rank in without
+    ]
+    for rank in range(len(results)):
+        if (rank == failed or without) and "error" in (results[rank] or ()):
+            log = (folder / f"{rank}.log").read_text(errors="replace")
+            parts.append(f"rank {rank} failed:\n{results[rank]['traceback']}\nIts output:\n{log[-4000:]}")
+    raise RankError(failed, "\n".join(parts), failures)
 
 
 def _find_failure(result: dict[str, Any] | None) -> BaseException | str:
