@@ -33,6 +33,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
 PATIENCE_SECONDS = 10.0
+LINGER_SECONDS = 2.0
 DAMAGED_HEAP = re.compile(r"^(malloc|free|realloc)\(\): |^(double free or )?corruption|^corrupted ", re.MULTILINE)
 """What the C library writes before it aborts a process with a damaged heap."""
 
@@ -194,10 +195,21 @@ def _rank_main(
         data, code = _pickle_failure(error), 1
     _write_result(folder / f"{rank}.pickle", data)
     if code == 0 and dist.is_initialized():
+        _wait_for_results(folder, world_size)
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
     log.flush()
     os._exit(code)  # skip the parent's exit handlers, which the fork inherited
+
+
+def _wait_for_results(folder: Path, world_size: int) -> None:
+    """Wait until all ranks have ended, but not long: one may wait for this one, or have died.
+
+    A rank that ends while another still connects to it in a new group would make that one fail.
+    """
+    deadline = time.monotonic() + LINGER_SECONDS
+    while time.monotonic() < deadline and len(list(folder.glob("*.pickle"))) < world_size:
+        time.sleep(0.001)
 
 
 def _show_stacks(log: TextIO) -> None:
