@@ -61,6 +61,12 @@ def test_marks_say_who_runs_a_cell() -> None:
     }
 
 
+def test_all_of_a_whole_matrix_is_chosen() -> None:
+    cells = {"a": {"tp": 1, "sp": 1}, "b": {"tp": 1, "sp": 1}}
+    assert Matrix("m", cells).chosen == {"a"}
+    assert Matrix("m", cells, whole=True).chosen == {"a", "b"}
+
+
 def test_cells_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="example: gone is no cell"):
         Matrix("example", CELLS, always=["gone"])

@@ -317,6 +317,8 @@ def _find_definition(path: Path, name: str) -> tuple[Path, ast.AST | None]:
 
 def _read_names(path: Path, code: ast.AST) -> tuple[set[str], set[tuple[Path, str]]]:
     """Return the marks of tiers in a piece of code, and the names that it uses of its file."""
+    if isinstance(code, ast.Call) and any(ast.unparse(keyword) == "whole=True" for keyword in code.keywords):
+        return {"slow"}, set()  # a matrix that leaves no cell to a later tier
     nodes = list(ast.walk(code))
     marks = {
         node.attr

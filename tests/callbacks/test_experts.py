@@ -56,7 +56,7 @@ MATRIX = Matrix(
         for mesh, (ranks, sizes, flags) in MESHES.items()
     },
     fast=("ep2",),
-    costs={mesh: ranks for mesh, (ranks, _, _) in MESHES.items()},
+    whole=True,
 )
 
 

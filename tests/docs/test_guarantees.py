@@ -76,6 +76,7 @@ from helpers.marks import SHARED, mark_all, mark_some
 
 MANY = Matrix("many", CELLS)
 SOME = Matrix("some", CELLS, fast=("a",))
+WHOLE = Matrix("whole", CELLS, fast=("a",), whole=True)
 LISTED = [pytest.param(1, marks=(needs_compiler, pytest.mark.slow)), *(pytest.param(x, marks=MANY.mark(x)) for x in X)]
 by_name = pytest.mark.parametrize("x", SHARED)
 
@@ -103,6 +104,7 @@ NOTES = {
     "parametrize('x', [pytest.param(x, marks=pytest.mark.slow) if x else x for x in X])": "all cases: `make test-all`",
     "parametrize('x', MANY.list_parameters(CELLS))": SOME_IN_MATRICES,
     "parametrize('x', SOME.list_parameters(CELLS))": "all cases: `make matrices`",
+    "parametrize('x', WHOLE.list_parameters(CELLS))": "all cases: `make test-all`",
     "parametrize('x', LISTED)": SOME_IN_MATRICES,
     "parametrize('x', mark_all(X))": "`make test-all`",
     "parametrize('x', mark_some(X))": "all cases: `make test-all`",

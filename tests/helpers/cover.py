@@ -29,6 +29,7 @@ class Matrix:
         fast: Ids of cells that `make test` runs.
         always: Ids of cells that `make test-all` runs in any case: each feature alone, and each cell that has ever
             failed.
+        whole: Whether `make test-all` runs all cells, as of a matrix whose cells are few or share few pairs.
         costs: What a cell costs compared with others, by id, 1 where nothing is given. Cheap cells are preferred.
     """
 
@@ -39,6 +40,7 @@ class Matrix:
         *,
         fast: Collection[str] = (),
         always: Collection[str] = (),
+        whole: bool = False,
         costs: Mapping[str, float] | None = None,
     ) -> None:
         unknown = sorted({*fast, *always} - cells.keys())
@@ -47,7 +49,7 @@ class Matrix:
         self.name = name
         self.cells = cells
         self.fast = fast
-        self.always = always
+        self.always = cells.keys() if whole else always
         self.costs = costs or {}
         self.groups: dict[str, Sequence[str]] = {}
         """The cells of each test that has several, by the test's id. All other tests have the id of their cell."""

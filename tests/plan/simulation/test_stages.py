@@ -37,6 +37,7 @@ TRAINED = Matrix(
         "pp 2 x tp 2, SP": {"pp": 2, "schedule": "1f1b", "tp": 2, "recomputation": "full"},
         "pp 4": {"pp": 4, "schedule": "1f1b"},
     },
+    whole=True,
 )
 
 
