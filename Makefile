@@ -68,7 +68,7 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 	$(BIN)/python -m pip --python .venv-torch-$*/bin/python install -e '.[dev]' torch==$* \
 		-c .venv-torch-$*/constraints.txt
 	.venv-torch-$*/bin/python -m pytest -m "not release" tests/test_flags.py tests/test_flags_together.py $(ARGS)
-	.venv-torch-$*/bin/python -m pytest -m "not (slow or release)" tests/parallel tests/test_parallelizer.py tests/checkpoint \
+	.venv-torch-$*/bin/python -m pytest -m "not release" tests/parallel tests/test_parallelizer.py tests/checkpoint \
 		tests/compat/test_attention_kernels.py tests/strategies/test_context_parallel.py \
 		tests/strategies/test_hybrid_sharding.py tests/strategies/test_conformance.py tests/strategies/test_ddp.py \
 		tests/strategies/test_megatron_fsdp.py tests/managers $(ARGS)
@@ -85,7 +85,7 @@ test-cuda-build: venv ## Run steps on fake CUDA tensors with the CUDA build of t
 
 test-megatron-%: venv ## Run what stands on megatron-fsdp with another version of it, in .venv-megatron-VERSION
 	$(BIN)/python -m pip install --upgrade --no-deps --target .venv-megatron-$* megatron-fsdp==$*
-	PYTHONPATH=.venv-megatron-$* $(BIN)/python -m pytest -m "not (slow or release)" -k megatron tests/strategies tests/managers $(ARGS)
+	PYTHONPATH=.venv-megatron-$* $(BIN)/python -m pytest -m "not release" -k megatron tests/strategies tests/managers $(ARGS)
 
 docs: venv ## Build the documentation into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -342,7 +342,6 @@ ERRORS: list[tuple[Any, str, Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.guarantees("errors-on-every-rank")
 @pytest.mark.parametrize(("config_class", "option", "value", "error", "message"), ERRORS)
 def test_error_names_option_value_rule_and_remedy(config_class, option, value, error, message):
     with pytest.raises(error, match=re.escape(message)) as raised:

@@ -29,7 +29,10 @@ WITH_INDUCTOR = "llama3_70b_fsdp2_tp8_sp_async"
 
 
 def get_architecture(name: str) -> dict[str, Any]:
-    """The model's config, of a recipe that starts from a published model that of the table or of its pretraining."""
+    """Return the model's config.
+
+    A recipe that starts from a published model has it in the table, or in the recipe that pretrains it.
+    """
     arguments = read(name)["model"]["init_args"]
     if name in RECIPES and RECIPES[name].architecture:
         return RECIPES[name].architecture
@@ -43,7 +46,7 @@ GOES_ON = "sft_llama3_8b"
 
 
 def list_features(name: str) -> dict[str, Any]:
-    """The options that a recipe's toy run has, for the cover; a size of 1, or a flag that is off, is none."""
+    """Return the options of a recipe's toy run as features. A size of 1, or a flag that is off, is left out."""
     config = make_toy(name)
     strategy, model = config["trainer"]["strategy"], config["model"]["init_args"]
     options = dict(strategy["init_args"])
@@ -61,7 +64,7 @@ def list_features(name: str) -> dict[str, Any]:
 
 
 def fit(config: dict[str, Any], context: AbstractContextManager[Any], *args: str) -> dict[str, Any]:
-    """Train on this rank; what the strategy was given, and how far it came."""
+    """Train on this rank. Return what the strategy was given, and the number of the last step."""
     Path("run.yaml").write_text(yaml.safe_dump(config))
     set_parsing_settings(docstring_parse_attribute_docstrings=False)  # as the program does, since that takes long
     with context, finished_runs():
@@ -122,7 +125,7 @@ def test_two_steps_at_toy_size(
 
 
 def check_options(name: str, config: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """What the file says is what the run had."""
+    """Check that the run had what the file says."""
     recipe, result, given = RECIPES[name], results[0], config["trainer"]["strategy"]
     assert {result["step"] for result in results} == {2}
     options = given["init_args"]
@@ -142,7 +145,7 @@ def check_options(name: str, config: dict[str, Any], results: list[dict[str, Any
 
 
 def check_outputs(name: str, folder: Path) -> None:
-    """What the run is for has been written."""
+    """Check that the run has written its outputs."""
     assert (folder / "checkpoints" / "last.ckpt").exists()
     assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
     with open(next(folder.rglob("metrics.csv"))) as file:
@@ -163,7 +166,7 @@ def check_outputs(name: str, folder: Path) -> None:
 
 
 def check_goes_on(folder: Path) -> None:
-    """The second run began at the checkpoint of the first."""
+    """Check that the second run began at the checkpoint of the first."""
     checkpoints = folder / "checkpoints"
     assert {path.name for path in checkpoints.glob("*.ckpt")} == {"last.ckpt", "step=2.ckpt", "step=4.ckpt"}
     assert (checkpoints / "last.ckpt").resolve().name == "step=4.ckpt"
@@ -173,7 +176,7 @@ def check_goes_on(folder: Path) -> None:
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:
-    """What `describe` prints for the file as it is; for a model of the Hub stands a directory with a `config.json`."""
+    """Return what `describe` prints for the file. A directory with a `config.json` replaces a model on the Hub."""
     arguments = ["describe", f"--config={CONFIGS / name}.yaml", "--format=json"]
     if "pretrained" in read(name)["model"]["init_args"]:
         (folder / "config.json").write_text(json.dumps(get_architecture(name)))
@@ -188,7 +191,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
 
 
 def get_row(name: str) -> list[str]:
-    """The recipe's row in the table of the README, without the name and without when to take it."""
+    """Return the recipe's row in the table of the README, without its first and last column."""
     [line] = [line for line in (CONFIGS / "README.md").read_text().splitlines() if line.startswith(f"| [{name}]")]
     return [cell.strip() for cell in line.split("|")[2:-2]]
 

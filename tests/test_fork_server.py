@@ -102,7 +102,7 @@ def test_signals_reach_the_program(number: signal.Signals) -> None:
 
 
 def test_the_time_that_programs_use_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of what a program starts, too."""
+    """This includes the programs that a program starts."""
     (tmp_path / "seconds").touch()
     monkeypatch.setenv(FORKED_SECONDS, str(tmp_path / "seconds"))
     use = "import time\nwhile time.process_time() < 0.4: pass"
@@ -112,10 +112,10 @@ def test_the_time_that_programs_use_is_counted(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_a_program_starts_is_forked() -> None:
-    inner = "import os, sys; print('torch' in sys.modules, os.getppid())"
+    inner = "import sys; print('torch' in sys.modules)"
     code = f"import subprocess, sys; print(subprocess.run([sys.executable, '-c', {inner!r}]).returncode)"
     forked, code_of_inner = run(get_python(), ["-c", code]).stdout.splitlines()
-    assert forked.startswith("True")
+    assert forked == "True"
     assert code_of_inner == "0"
 
 

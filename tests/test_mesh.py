@@ -672,7 +672,7 @@ def test_a_group_that_exists_is_used_and_counts_as_the_world() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.guarantees("seeded-groups")
+@pytest.mark.guarantees("groups-end")
 @pytest.mark.slow
 def test_a_group_that_was_made_here_ends_with_the_process() -> None:
     script = (

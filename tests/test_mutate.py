@@ -1,6 +1,5 @@
-"""Broken lines are what was asked for, and what is said of them is what the tests beside them do."""
+"""Mutants change what they should, and the tool reports which test notices each of them."""
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import reach
 from helpers.ledger import Ledger
+from helpers.programs import commit_all
 
 from tools import mutate
 from tools.mutants import Mutant, find_mutants, sample
@@ -133,21 +133,27 @@ def test_that_passes_once():
 }
 
 
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Forget before and after the test which files reach which."""
+    reach.forget()
+    yield
+    reach.forget()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forgotten")
 def test_who_notices_a_broken_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
-    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
-        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    commit_all(tmp_path)
     for module in (mutate, reach):
         monkeypatch.setattr(module, "ROOT", tmp_path)
         monkeypatch.setattr(module, "PACKAGE", "small")
     monkeypatch.setattr(mutate, "FOLDER", tmp_path / ".mutants")
     monkeypatch.setattr(mutate, "HANG_SECONDS", 1)
-    reach.forget()
 
     mutate.main(["small", "--others", "60"])
     results = Ledger(tmp_path / ".mutants" / "results.jsonl").results
@@ -170,15 +176,13 @@ def test_who_notices_a_broken_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # a helper decides what the tests find, so they are traced anew
     helper = tmp_path / "tests/a/conftest.py"
     helper.write_text("import pytest\n\n@pytest.fixture(autouse=True)\ndef fail():\n    raise ValueError\n")
-    for arguments in (["add", "."], ["commit", "-q", "-m", "y"]):
-        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    commit_all(tmp_path)
     workplace = mutate.Workplace(tmp_path / ".mutants/copy")
     assert workplace.trace("tests/a/test_numbers.py", "small/a/numbers.py")["tests"] == {}
-    reach.forget()
 
 
 class Scripted(mutate.Workplace):
-    """Runs no tests, but finds what is given, in this order, and keeps what it should have run."""
+    """A workplace that runs no tests, but finds what is given, in this order, and keeps what it should have run."""
 
     def __init__(self, *found: str | None) -> None:
         self.found = list(found)

@@ -4,18 +4,17 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import ledger, reach, results
 from helpers.ledger import Ledger, get_key, hold, run_jobs
+from helpers.programs import commit_all, git, is_running
 from helpers.reach import ROOT, find_reach
 
 from tools import changes, run_tests
 
 Files = dict[str, str]
-Run = Callable[[], tuple[int, list[str]]]
 
 
 @pytest.fixture
@@ -256,19 +255,8 @@ def history(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         },
     )
     monkeypatch.setattr(ledger, "STREAMS", 1)
-    git(repository, "init", "-q", "-b", "main")
-    commit(repository)
+    commit_all(repository)
     return repository
-
-
-def git(folder: Path, *arguments: str) -> None:
-    who = ["-c", "user.name=name", "-c", "user.email=address"]
-    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def commit(folder: Path) -> None:
-    git(folder, "add", ".")
-    git(folder, "commit", "-q", "-m", "a commit")
 
 
 @pytest.mark.slow
@@ -279,11 +267,11 @@ def test_a_change_runs_what_is_most_likely_to_fail_first(history: Path, capfd: p
     assert "tests/a/test_part.py, fast tests" in capfd.readouterr().out
     assert run(history, "changed") == (0, everything)
     assert run(history, "changed") == (0, [])
-    commit(history)  # on main the change is now the last commit
+    commit_all(history)  # on main the change is now the last commit
     assert run(history, "changed", "--again") == (0, everything)
     git(history, "checkout", "-q", "-b", "branch")
     write(history, {"tests/test_alone.py": make_test(history, "alone", "assert False")})
-    commit(history)
+    commit_all(history)
     write(history, {"lightning_fsdp2/a/part.py": "def part(): return 3\n"})
     assert run(history, "changed") == (1, ["mirror", "alone", *everything[1:]])
     write(history, {"tests/test_alone.py": make_test(history, "alone", "return")})
@@ -408,8 +396,7 @@ def test_what_a_job_leaves_running_ends_with_it_and_what_it_raises_is_in_its_log
 
     assert [(name, status) for name, status, _ in run_jobs({"job": leave}, tmp_path)] == [("job", 1)]
     assert "ValueError: mine" in (tmp_path / "job.log").read_text()
-    left = Path("/proc", (tmp_path / "process").read_text(), "stat")
-    while left.exists() and left.read_text().split()[2] != "Z":  # whoever adopts it may not have reaped it yet
+    while is_running(int((tmp_path / "process").read_text())):
         pass
 
 

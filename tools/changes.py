@@ -63,7 +63,6 @@ def get_mirror(path: Path) -> str:
 def _git(*arguments: str) -> list[str]:
     run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode:
-        raise SystemExit(
-            f"git {' '.join(arguments)}: {run.stderr.splitlines()[0]}; name where the change began with --since."
-        )
+        reason = run.stderr.partition("\n")[0] or "no common commit"
+        raise SystemExit(f"git {' '.join(arguments)}: {reason}; name where the change began with --since.")
     return run.stdout.splitlines()

@@ -124,9 +124,11 @@ def run_files(steps: list[tuple[FileLedger, Sequence[str]]], start: float, deadl
 
 
 def conclude(ledgers: Sequence[FileLedger], kinds: Sequence[str], seconds: float) -> int:
-    """Print what failed and the counts, and return the exit status."""
+    """Print what failed or was repeated, and the counts, and return the exit status."""
     for ledger in ledgers:
         print(*(f"failed: {test}\n" for test in ledger.list_failed(kinds)), sep="", end="")
+        repeated = (name for name, result in ledger.select(kinds).items() if result.get("tried_again"))
+        print(*(f"repeated after a crash of native code: {test}\n" for test in repeated), sep="", end="")
     counts = Counter(result["outcome"] for ledger in ledgers for result in ledger.select(kinds).values())
     print(f"{seconds:.0f} s")
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))

@@ -24,13 +24,13 @@ PIPELINE_COMMANDS = read_commands(PIPELINES)
 MATCHED = [name for name in PUBLISHED_COMMANDS if PUBLISHED[name[0]].is_matched]
 
 
-OF_ALL_TESTS = ("8B, 64 shards", "A: 8B, 8 shards")
+IN_TEST_ALL = ("8B, 64 shards", "A: 8B, 8 shards")
 """Rows that `make test-all` plans again. All the others take six minutes, and only a release needs them."""
 
 
 def mark_rows(names: Iterable[str]) -> list[Any]:
     return [
-        pytest.param(name, marks=pytest.mark.slow if name in OF_ALL_TESTS else pytest.mark.release) for name in names
+        pytest.param(name, marks=pytest.mark.slow if name in IN_TEST_ALL else pytest.mark.release) for name in names
     ]
 
 

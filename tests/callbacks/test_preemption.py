@@ -59,9 +59,6 @@ def make_checkpoints(folder: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, **{**defaults, **options})
 
 
-ASYNC = CheckpointConfig(async_save=True)
-
-
 def train(folder: Path, *callbacks: pl.Callback, module: pl.LightningModule | None = None, **options: Any) -> Any:
     """Fit for six steps from the last checkpoint, as the command line does; the exit code where it ended early."""
     strategy = options.pop("strategy", None) or FSDP2Strategy()

@@ -16,7 +16,7 @@ from lightning_fsdp2.checkpoint.asynchronous import BackgroundWriter
 
 
 def make_model() -> nn.Module:
-    """A sharded model with a batch norm, whose statistics every rank keeps for itself."""
+    """Build a sharded model with a batch norm, whose statistics every rank keeps for itself."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     return fully_shard(model)
 

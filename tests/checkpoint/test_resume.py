@@ -136,7 +136,10 @@ MATRIX = Matrix(
 def test_a_run_killed_at_any_step_resumes_to_the_same_weights(
     mesh: str, async_save: bool, step: int, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
-    """Each stage draws numbers of its own, as each context parallel rank does, which share one position in the data."""
+    """Stages, and context parallel ranks, draw random numbers of their own.
+
+    The context parallel ranks of a sequence share one position in the data.
+    """
     text, expected = uninterrupted(mesh)
     (tmp_path / "text").symlink_to(text)
     ranks, sizes = MESHES[mesh]

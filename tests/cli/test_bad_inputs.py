@@ -269,9 +269,7 @@ CASES = {
 }
 
 
-@pytest.mark.guarantees(
-    "one-line-errors", "contradicting-variables", "one-line", "libraries-mistakes", "errors-on-every-rank"
-)
+@pytest.mark.guarantees("one-line-errors", "contradicting-variables", "one-line", "libraries-mistakes")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
 )

@@ -27,7 +27,7 @@ def test_merges_anchors_and_keys_of_other_mappings_are_legal() -> None:
     check_keys("&self [*self]")
 
 
-@pytest.mark.guarantees("keys-given-twice")
+@pytest.mark.guarantees("new-errors")
 @pytest.mark.parametrize(
     ("content", "line"),
     [("a: 1\nb: 2\na: 3", 3), ("a:\n  b: 1\n  b: 1", 3), ("- x\n- {a: 1, a: 2}", 2), ("a: &m {b: 1}\na: *m", 2)],
@@ -38,7 +38,7 @@ def test_a_key_twice_is_an_error_with_its_line(content: str, line: int) -> None:
     assert caught.value.problem_mark.line + 1 == line
 
 
-@pytest.mark.guarantees("keys-given-twice")
+@pytest.mark.guarantees("new-errors")
 @pytest.mark.parametrize("place", ["run.yaml", "model.yaml"])
 def test_the_command_line_names_file_line_and_key(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

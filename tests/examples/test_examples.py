@@ -138,5 +138,8 @@ def test_the_readme_lists_every_script() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", list_commands(migrating=False))
 def test_commands_run(finish: Finish, command: str) -> None:
-    """As a user starts them, in an empty folder; those that read what another has written get it."""
+    """Commands run as a user starts them, in an empty folder, except that a long one takes fewer steps.
+
+    A command that reads what another one has written gets it.
+    """
     finish(SHORTER.get(command, command))

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from helpers.fork_server import get_python
+from helpers.programs import is_running
 from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job import IoK8sApiBatchV1Job
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from torch.distributed.run import get_args_parser
@@ -75,11 +76,6 @@ def test_jobs_end_with_the_test(tmp_path: Path) -> None:
     while is_running(int(job.text)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(int(job.text))
-
-
-def is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 # ---------------------------------------------------------------------- what they say

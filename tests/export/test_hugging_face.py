@@ -398,7 +398,7 @@ def test_what_stands_there_is_replaced_only_if_that_is_wanted_and_only_by_a_comp
     assert_same_tensors(read_weights(out), make_llama().state_dict())
 
 
-@pytest.mark.guarantees("keys-given-twice")
+@pytest.mark.guarantees("new-errors")
 def test_a_place_that_cannot_be_written_or_must_not_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

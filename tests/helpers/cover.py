@@ -29,7 +29,8 @@ class Matrix:
         fast: Ids of cells that `make test` runs.
         always: Ids of cells that `make test-all` runs in any case: each feature alone, and each cell that has ever
             failed.
-        whole: Whether `make test-all` runs all cells, as of a matrix whose cells are few or share few pairs.
+        whole: Whether `make test-all` runs all cells. Use it for a small matrix, or one whose cells have few pairs in
+            common.
         costs: What a cell costs compared with others, by id, 1 where nothing is given. Cheap cells are preferred.
     """
 
@@ -102,3 +103,8 @@ class Matrix:
             raise ValueError(f"{self.name}: the cells of {name} run in different tiers")
         self.groups[name] = cells
         return pytest.param(*values, id=name, marks=marks[0])
+
+
+def join_flags(table: Mapping[str, Mapping[str, Any]], names: str) -> dict[str, Any]:
+    """Return the flags of several ``names``, such as "compiled+offloaded", of a table with the flags of each name."""
+    return {flag: value for name in names.split("+") for flag, value in table[name].items()}

@@ -28,7 +28,7 @@ Finish = Callable[[str], Path]
 
 
 def read_commands(script: str) -> list[tuple[str, bool]]:
-    """The commands in a script's header, continued lines in one, and whether they need GPUs."""
+    """Return the commands in a script's header, with continued lines joined, and whether each needs GPUs."""
     header = (EXAMPLES / script).read_text().split('"""')[1].replace("\\\n", " ")
     lines = re.findall(r"^((?:python|torchrun|accelerate launch) .*)$", header, re.MULTILINE)
     return [(re.split(r" +# ", line)[0], "needs GPUs" in line) for line in lines]
@@ -38,7 +38,7 @@ COMMANDS = [(script, *command) for script in SCRIPTS for command in read_command
 
 
 def list_commands(*, migrating: bool) -> list[str]:
-    """The commands that need no GPUs, either of the scripts for the page on migrating or of the others."""
+    """Return the commands that need no GPUs: of the scripts for the page on migrating, or of the others."""
     return [
         command
         for script, command, needs_gpus in COMMANDS
@@ -77,7 +77,7 @@ def run_example(script: str, *arguments: object, ranks: int = 2) -> list[str]:
 
 
 def read_metric(name: str, version: int, metric: str = "train/loss", *, folder: Path | None = None) -> list[float]:
-    """What the Trainer of a script has logged in the folder of its runs, which are counted from 0."""
+    """Return the values of a metric that a script's Trainer logged in run number ``version``, which begins at 0."""
     with open((folder or Path()) / f"outputs/{name}/version_{version}/metrics.csv") as file:
         return [float(row[metric]) for row in csv.DictReader(file) if row[metric]]
 

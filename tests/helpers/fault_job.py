@@ -67,7 +67,7 @@ class Job:
         return int(first[0]), {int(step): loss for step, loss in others}
 
     def has_begun(self, rank: int) -> bool:
-        """Whether the rank has lived until its training began."""
+        """Return whether the rank has lived until its training began."""
         return self._get_log(rank).exists() and self._get_log(rank).stat().st_size > 0
 
     def _get_log(self, rank: int) -> Path:

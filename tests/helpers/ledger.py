@@ -38,16 +38,19 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.results: dict[str, dict[str, Any]] = {}
+        text = self._read_whole_lines()
+        if self.path.exists() and len(text) < len(self.path.read_text()):
+            self.path.write_text(text)  # the last line was cut off
         self.read()
 
     def read(self) -> None:
-        """Read what is in the file, to which another process may have added."""
-        text = self.path.read_text() if self.path.exists() else ""
-        if text and not text.endswith("\n"):
-            text = text[: text.rfind("\n") + 1]  # the last line was cut off
-            self.path.write_text(text)
-        lines = map(json.loads, text.splitlines())
+        """Read what is in the file, to which another process may be adding a line."""
+        lines = map(json.loads, self._read_whole_lines().splitlines())
         self.results = {line.pop("name"): line for line in lines}
+
+    def _read_whole_lines(self) -> str:
+        text = self.path.read_text() if self.path.exists() else ""
+        return text[: text.rfind("\n") + 1]
 
     def add(self, name: str, **result: Any) -> None:
         self.results[name] = result

@@ -25,20 +25,37 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
     return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Check a shared fixture by itself, so that it does not matter which test uses it first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    item = request._pyfuncitem
+    before = get_processor_seconds() - item.stash[START]
+    result = yield
+    used = get_processor_seconds() - item.stash[START] - before
+    item.stash[START] += used
+    check(item, used, f"the fixture {fixturedef.argname} of its {fixturedef.scope} used")
+    return result
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a test that is unmarked and used too much, in this process and in those that it started.
-
-    A shared fixture counts for the test that uses it first.
-    """
+    """Fail a test that is unmarked and used too much, in this process and in those that it started."""
     result = yield
-    used = get_processor_seconds() - item.stash[START]
-    if get_kind(item) == "fast" and used > LIMIT_SECONDS and used > LIMIT_SECONDS * measure_slowness():
+    check(item, get_processor_seconds() - item.stash[START], "used")
+    return result
+
+
+def check(item: pytest.Item, seconds: float, what: str) -> None:
+    """Fail a test that is unmarked if it, or ``what`` it needs, used too many processor seconds."""
+    if get_kind(item) == "fast" and seconds > LIMIT_SECONDS and seconds > LIMIT_SECONDS * measure_slowness():
         pytest.fail(
-            f"used {used:.1f} processor seconds; a test may use {LIMIT_SECONDS}, unless it is marked slow",
+            f"{what} {seconds:.1f} processor seconds; a test may use {LIMIT_SECONDS}, unless it is marked slow",
             pytrace=False,
         )
-    return result
 
 
 def measure_slowness() -> float:

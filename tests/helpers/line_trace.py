@@ -16,7 +16,7 @@ import pytest
 
 
 class _Unlimited:
-    """Lets tests use the processor for as long as they need while their lines are traced or broken."""
+    """A plugin that sets no limit to the processor time of tests whose lines are traced or broken."""
 
     def pytest_sessionstart(self) -> None:
         if limits := sys.modules.get("helpers.limits"):  # which is that of the tests that run
@@ -24,7 +24,7 @@ class _Unlimited:
 
 
 class FirstFailure(_Unlimited):
-    """Writes the name of the test, or the file, that fails first."""
+    """A plugin that writes the name of the test, or the file, that fails first."""
 
     def __init__(self, report: Path) -> None:
         self.report = report
@@ -37,7 +37,7 @@ class FirstFailure(_Unlimited):
 
 
 class LineTracer(_Unlimited):
-    """Writes the seconds of each test that passes, and the lines that it runs, also in the ranks that it forks.
+    """A plugin that writes the seconds of each test that passes, and the lines that it and its forked ranks run.
 
     The marks are in memory that forks share. What a fixture of more than one test runs counts for all of its tests.
 

@@ -50,7 +50,7 @@ class Case:
 
     @property
     def is_float32(self) -> bool:
-        """Whether nothing of it is computed in another dtype."""
+        """Whether everything is computed in float32."""
         return self.precision == "32-true" and getattr(self.strategy.get("config"), "autocast_dtype", None) is None
 
 
@@ -92,7 +92,7 @@ def train_on_mesh(case: Case) -> Record:
 
 
 def train_alone(case: Case, initial: dict[str, Tensor], dp_size: int) -> Record:
-    """The same steps in one process."""
+    """Train the same steps in one process."""
     model = case.make_model()
     model.load_state_dict(initial, strict=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -176,7 +176,7 @@ class RankBatches(pl.LightningDataModule):
 
 
 class _Recorder(pl.Callback):
-    """Records what a user's own callback would see in ``on_before_optimizer_step``, which precedes clipping.
+    """A callback that records what a user's own would see in ``on_before_optimizer_step``, before clipping.
 
     The weights of each step are gathered only where they are asked for, because that takes as long as the step.
     """

@@ -92,7 +92,7 @@ def change_config(old: str, new: str) -> Callable[[Path], None]:
 
 @dataclass(frozen=True)
 class TrainFirst:
-    """Leaves `run.ckpt` in the folder, as a run of two steps made it, and changes it."""
+    """A preparation that leaves `run.ckpt` in the folder, as a run of two steps made it, and changes it."""
 
     change: Callable[[Path], None] | None = None
 

@@ -203,7 +203,7 @@ def _rank_main(
 
 
 def _wait_for_results(folder: Path, world_size: int) -> None:
-    """Wait until all ranks have ended, but not long: one may wait for this one, or have died.
+    """Wait until all ranks have written their results, but not long: one may wait for this one, or have died.
 
     A rank that ends while another still connects to it in a new group would make that one fail.
     """

@@ -129,7 +129,7 @@ def _find_exports(init: Path) -> dict[str, str]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a string names something in the repository, from its top.
+    """Return whether a string names something in the repository, from its top.
 
     Tests are imported, and their names stand in tables; of them only the whole folder counts, with a slash.
     """

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from benchmarks.memory import Run, Variant
 from helpers.fork_server import get_python
-
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.reach import ROOT
 
 PROGRAM = """
 import json, pickle, sys

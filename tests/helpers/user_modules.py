@@ -156,7 +156,7 @@ def make_mixed_batch() -> dict[str, Any]:
 
 
 class AtSteps(pl.Callback):
-    """Calls actions at the end of steps, after ModelCheckpoint's."""
+    """A callback that calls an action at the end of each given step, after ModelCheckpoint."""
 
     def __init__(self, actions: dict[int, Callable[[pl.Trainer], Any]]) -> None:
         self.actions = actions

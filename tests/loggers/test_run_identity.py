@@ -1,6 +1,5 @@
 """What loggers are told of a run, against the objects it is made of."""
 
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 import yaml
 from helpers.models import LLAMA
+from helpers.programs import commit_all
 from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES, Kind
 from helpers.user_modules import make_trainer
@@ -90,11 +90,8 @@ def test_a_run_is_described(kind: Kind, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.guarantees("tokens-and-description")
 def test_secrets_are_left_out_and_the_commit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    git = ["git", "-c", "user.name=me", "-c", "user.email=me@host"]
     (tmp_path / "train.py").write_text("1")
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    commit = commit_all(tmp_path)
 
     def run() -> tuple[dict[str, Any], dict[str, Any]]:
         strategy = FSDP2Strategy(config=FSDP2Config(activation_checkpointing="full"))

@@ -426,7 +426,8 @@ CHUNKED = {
 @pytest.mark.guarantees("chunked-loss")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "cell", ["dp2-bf16-mixed-llama-tied", pytest.param("tp2+sp+loss-32-true-gpt2", marks=pytest.mark.slow)]
+    "cell",
+    [pytest.param(cell, marks=() if cell == "dp2-bf16-mixed-llama-tied" else pytest.mark.slow) for cell in CHUNKED],
 )
 def test_the_chunked_loss_trains_as_one_process_with_the_full_loss(cell: str) -> None:
     ranks, precision, config, strategy = CHUNKED[cell]
@@ -507,6 +508,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         CausalLM(pretrained=str(tmp_path)).configure_model()
 
 
+@pytest.mark.guarantees("errors-on-every-rank")
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_before_the_first_step() -> None:
     class Data(pl.LightningDataModule):
         tokenizer = range(VOCABULARY + 1)

@@ -156,9 +156,9 @@ def test_the_run_goes_on_where_hosts_die(tmp_path: Path, hosts: list[Host], expe
     assert last == STEPS
 
 
-@pytest.mark.guarantees("silent-ranks", "cut-links")
+@pytest.mark.guarantees("silent-ranks")
 def test_a_host_whose_network_is_cut_is_named_by_the_others(tmp_path: Path, hosts: list[Host]) -> None:
-    job = Job(tmp_path / "run", hosts, max_restarts=0, steady_timeout="0:00:05")
+    job = Job(tmp_path / "run", hosts, max_restarts=0, steady_timeout="0:00:10")
     job.start(nodes="2")
     job.wait_for(lambda steps: any(step.step >= 6 for step in steps))
     job.hosts[1].unplug()
@@ -167,3 +167,16 @@ def test_a_host_whose_network_is_cut_is_named_by_the_others(tmp_path: Path, host
     there, cut = ((job.folder / f"{host.name}.log").read_text() for host in job.hosts)
     assert "The ranks 0-1 (lf-a) have noticed this. There is no report yet from 2-3 (lf-b): they" in there
     assert "reaches neither the other ranks nor the store" in cut
+
+
+@pytest.mark.release
+@pytest.mark.guarantees("cut-links")
+def test_the_other_host_goes_on_alone_after_a_cut(tmp_path: Path, hosts: list[Host]) -> None:
+    job = Job(tmp_path / "run", hosts, steady_timeout="0:00:10")
+    job.start(nodes="1:2")
+    job.wait_for(lambda steps: any(step.step >= 6 and step.world_size == 4 for step in steps))
+    job.hosts[1].unplug()
+    assert job.wait_for_end(job.hosts[0]) == [0], job.read_logs()
+    first, *_, last = get_attempts(read_steps(job.folder))
+    assert (first[0].world_size, last[0].world_size) == (4, 2)
+    assert max(step.step for step in last) == STEPS

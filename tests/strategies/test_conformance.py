@@ -317,7 +317,9 @@ OPTIMIZERS = {
 """All of torch's; SparseAdam has no step for dense gradients, sharded or not."""
 
 
-REFUSED_OPTIMIZERS = ("LBFGS", "Adafactor", "Rprop")
+_REFUSED = {"LBFGS", "Adafactor", "Rprop", "ZeroRedundancyOptimizer"}
+REFUSED_OPTIMIZERS = {"ddp": set(), "fsdp2": _REFUSED, "megatron_fsdp": {*_REFUSED, "Muon"}}
+"""Names of the optimizers that each strategy refuses."""
 
 
 class UsesOptimizer(Regressor):
@@ -329,6 +331,13 @@ class UsesOptimizer(Regressor):
         if self.kind is torch.optim.Muon:  # for matrices only
             return self.kind([block.weight for block in self.blocks])
         return self.kind(self.parameters())
+
+
+@pytest.mark.guarantees("whole-weights")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_optimizers_that_need_whole_weights_are_refused(name: str) -> None:
+    refused = STRATEGIES[name].strategy.refused_optimizers
+    assert {optimizer.__name__ for optimizer in refused} == REFUSED_OPTIMIZERS[name]
 
 
 @pytest.mark.guarantees("whole-weights")
@@ -1079,7 +1088,7 @@ WINDOWS = {
     f"{kind}-{ranks}-{accumulate}-{clip}": {"strategy": kind, "ranks": ranks, "accumulate": accumulate, "clip": clip}
     for kind, ranks, (accumulate, clip) in itertools.product(STRATEGIES, (1, 2, 4), ((1, 0.5), (3, None), (3, 0.5)))
 }
-"""World sizes, micro-batches of a step, and bounds of clipping."""
+"""Cells: strategy, number of ranks, micro-batches of a step, and bound of clipping."""
 WINDOW_MATRIX = Matrix(
     "twenty steps of strategies",
     WINDOWS,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cover import Matrix
+from helpers.cover import Matrix, join_flags
 from helpers.families import make_family_config, make_family_model
 from helpers.mesh_runs import Case, check_parity
 from helpers.models import make_token_batches
@@ -78,10 +78,6 @@ Cell = tuple[str, str, str, str]
 """Mesh, family, precision and flags."""
 
 
-def join_flags(names: str) -> dict[str, Any]:
-    return {flag: value for name in names.split("+") for flag, value in FLAGS[name].items()}
-
-
 def list_cells() -> Iterator[Cell]:
     for mesh, family, *precision, flags in (name.split("-") for name in TOGETHER):
         yield mesh, family, "-".join(precision), flags
@@ -108,7 +104,7 @@ def describe(cell: Cell) -> dict[str, Hashable]:
         **mesh_flags,
         **FAMILIES[family],
         "precision": precision,
-        **join_flags(flags),
+        **join_flags(FLAGS, flags),
     }
 
 
@@ -166,7 +162,7 @@ def make_case(mesh: str, family: str, precision: str, flags: dict[str, Any], **o
 def test_ragged_labels_accumulation_and_clipping_have_the_numbers_of_one_process(
     mesh: str, family: str, precision: str, flags: str, compile_without_code: None
 ) -> None:
-    case = make_case(mesh, family, precision, join_flags(flags))
+    case = make_case(mesh, family, precision, join_flags(FLAGS, flags))
     run_ranks(check_parity, MESHES[mesh][0], case)
 
 

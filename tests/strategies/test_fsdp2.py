@@ -95,7 +95,7 @@ def test_a_process_group_of_another_backend_is_refused() -> None:
 
 
 class LooksForSearch(Regressor):
-    """Notes whether transformers looks for packed sequences."""
+    """A module that notes whether transformers looks for packed sequences."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.is_off = assumes_unpacked_sequences()
@@ -290,7 +290,7 @@ class ShardedByUser(Regressor):
 
 
 class ShardedOnMeta(ShardedByUser):
-    """Has no weights before it is sharded."""
+    """A module that has no weights before it is sharded."""
 
     def configure_model(self) -> None:
         if not isinstance(self, FSDPModule):

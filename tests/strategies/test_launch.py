@@ -286,6 +286,7 @@ FAILURES = {
 FAILING_RANKS = Matrix("ranks that fail", FAILURES)
 
 
+@pytest.mark.guarantees("errors-of-a-stage")
 @pytest.mark.parametrize(
     ("launcher", "rank", "pp_size"),
     FAILING_RANKS.list_parameters({name: tuple(cell.values()) for name, cell in FAILURES.items()}),
@@ -302,7 +303,6 @@ def test_a_failing_rank_ends_all(launcher: str, rank: int, pp_size: int, tmp_pat
     assert "the end of the script" not in ended.output
 
 
-@pytest.mark.guarantees("errors-of-a-stage")
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_stage_of_a_pipeline_ends_all_and_is_named(launcher: str, rank: int, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class User(WithModel):
 
 
 class NotFused(User):
-    """Has torch's default optimizer."""
+    """A module with torch's default optimizer."""
 
     make_optimizer = staticmethod(partial(adamw, fused=None))
 

@@ -237,10 +237,6 @@ def test_optimizer_states_are_shared_between_the_ranks() -> None:
 # ---------------------------------------------------------------------- weights
 
 
-def make_meta_model() -> CausalLM:
-    return CausalLM(config=LLAMA)
-
-
 class KeepsFirstWeights(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, module: CausalLM) -> None:
         self.weights = whole(dict(module.model.named_parameters()))

@@ -178,7 +178,7 @@ def test_losses_gradients_norm_and_weights_are_those_of_one_process(cell: Cell) 
 
 
 FAMILIES = {
-    "mixtral": "Megatron-FSDP, tp2+sp",
+    "mixtral": "Megatron-FSDP, dp2 x tp2+sp, accumulate 2",
     "qwen3_moe": "Megatron-FSDP, dp2",
     "phi3": "Megatron-FSDP, tp2+sp",
     "deepseek_v3": "Megatron-FSDP, tp2",

@@ -413,6 +413,7 @@ def test_gradients_are_clipped_to_a_norm_that_is_told() -> None:
     assert told == [precision.gradient_norm]
 
 
+@pytest.mark.guarantees("new-errors")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -17,7 +17,7 @@ from lightning_fsdp2.strategies.step_outputs import StepOutputs
 
 
 class Logs(nn.Module):
-    """Stands in for a LightningModule."""
+    """A stand-in for a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.cover import Matrix
 from helpers.families import get_all_families, make_family_config
-from helpers.memory import get_peak_memory, reset_peak_memory
 from helpers.models import LLAMA
 from helpers.oracle import make_config
 from helpers.pretrained_kinds import get_kind
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 
+from benchmarks.memory import get_peak_memory, reset_peak_memory
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallel.tensor import parameters as tp_parameters
@@ -98,6 +98,11 @@ def read_shards(family: str, mesh: str, folder: Path, **changes: Any) -> None:
             assert local.untyped_storage().nbytes() == local.nbytes, f"{name} keeps more than its shard in memory"
 
     run_ranks(run, ranks)
+
+
+def test_all_families_but_two_have_styles_of_tensor_parallelism() -> None:
+    """The matrix has no tensor parallel cell of a family without them, so none may lose them unnoticed."""
+    assert {family for family, kind in KINDS.items() if not kind.styles} == {"gemma4", "zaya"}
 
 
 @pytest.mark.guarantees("pretrained-slices")

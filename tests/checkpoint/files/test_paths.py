@@ -1,6 +1,5 @@
 """Paths that hold no checkpoint are told apart, and each gets its remedy."""
 
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -85,13 +84,11 @@ def test_what_has_been_exported_beside_a_checkpoint_is_no_obstacle(tmp_path: Pat
 def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(100)}, tmp_path / "a.ckpt")
     whole = (tmp_path / "a.ckpt").read_bytes()
-    multi_part = whole[:-22] + whole[-22:-18] + b"\x01\x00" + whole[-16:]  # the number of this disk
     for content in (whole[:-10], b"", b"plain text"):
         (tmp_path / "a.ckpt").write_bytes(content)
         with pytest.raises(ValueError, match=r"is truncated, or was not written by `torch\.save`"):
             check_is_checkpoint(tmp_path / "a.ckpt")
-    assert zipfile.is_zipfile(tmp_path / "a.ckpt") is False
     stored = UPath("memory://paths/a.ckpt")
     stored.parent.mkdir(parents=True, exist_ok=True)
-    stored.write_bytes(multi_part)
+    stored.write_bytes(b"any")
     assert check_is_checkpoint(stored) == stored, "a file in a store is looked at when it is read"

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, Any]]] = {
 
 
 def list_features(name: str) -> dict[str, Any]:
-    """What a case has besides mixed precision and the other defaults."""
+    """Return the options of a case, apart from mixed precision and the other defaults."""
     ranks, make_strategy, options = CASES[name]
     strategy, defaults = make_strategy(), FSDP2Config().to_dict()
     sizes = {f"{axis}_size": getattr(strategy, f"{axis}_size", 1) for axis in ("tp", "cp", "dp_replicate")}

@@ -47,6 +47,7 @@ def test_only_ranks_of_an_agent_of_torchrun_end_with_their_parent(monkeypatch: p
     assert parents == [os.getppid()]
 
 
+@pytest.mark.guarantees("new-errors", "contradicting-variables")
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -94,12 +94,19 @@ def test_after_an_error_a_rank_is_waited_for_briefly(tmp_path: Path, monkeypatch
     monkeypatch.setattr(launcher, "_SECONDS_AFTER_ERROR", 0.1)
     monkeypatch.setattr(RankLauncher, "has_failed", True)
 
-    def run() -> int | None:
-        own = launch(tmp_path, "time.sleep(60)", lambda own: None)
-        own._wait_for_ranks()
-        return own.procs[0].poll()
+    wait, timeouts = subprocess.Popen.wait, []
 
-    assert run_ranks(run, 1) == [None]  # it still ran, and ended with the process that has started it
+    def note_and_wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        timeouts.append(timeout)
+        return wait(process, timeout)
+
+    def run() -> tuple[int | None, bool]:
+        own = launch(tmp_path, "time.sleep(60)", lambda own: None)
+        monkeypatch.setattr(subprocess.Popen, "wait", note_and_wait)
+        own._wait_for_ranks()
+        return own.procs[0].poll(), 0.1 in timeouts
+
+    assert run_ranks(run, 1) == [(None, True)]  # it still ran, and ended with the process that has started it
 
 
 def test_a_rank_that_was_killed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,8 +26,6 @@ from lightning_fsdp2.strategies.launch import rendezvous as peers
 
 HOSTS = ["a", "a", "b", "b"]
 
-FIRST_16 = ", ".join(f"{rank} ({rank})" for rank in range(16))
-
 
 @pytest.fixture(autouse=True)
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:

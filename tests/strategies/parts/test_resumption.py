@@ -16,7 +16,7 @@ EPOCH, RANKS = 4, 2
 
 
 class Reader(UserModule):
-    """Writes down the samples of its training steps."""
+    """A module that writes down the samples of its training steps."""
 
     make_optimizer = staticmethod(partial(torch.optim.SGD, lr=1e-3))
 

@@ -1,4 +1,4 @@
-"""Which calls of a module wait for the other ranks, without any."""
+"""Which calls of a module wait for the other ranks, tested in one process."""
 
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ from lightning_fsdp2.strategies.parts.step_region import StepRegion
 
 
 class Model(nn.Module):
-    """Has layers, which the calls of the model call, and a head that may be called alone."""
+    """A model with layers, which its forward calls, and a head that may be called alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make(calls: list[str], root: Model) -> StepRegion:
-    """All but the norm hold units."""
+    """Return whether a module holds units: all but the norm do."""
     return StepRegion(
         timedelta(seconds=3),
         holds_units=lambda module: not isinstance(module, nn.LayerNorm),

@@ -23,7 +23,7 @@ from lightning_fsdp2.strategies.parts.world import World
 
 
 class Holder(nn.Module):
-    """Holds values of each kind."""
+    """A module that holds values of each kind."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
