@@ -20,9 +20,6 @@ from helpers.reach import PAGE, ROOT, find_reach
 TIERS = {"fast": ("fast",), "all": ("fast", "slow"), "matrices": ("fast", "slow", "release")}
 """The kinds of tests that each run includes. A test is "fast" without one of the other two marks."""
 
-AUTOLOAD = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
-"""Variable of pytest, which would otherwise look through all that is installed."""
-
 OUTCOMES = ("passed", "failed", "skipped")
 END = "end "
 """Beginning of the entries which show that all tests of a kind have run."""
@@ -86,11 +83,12 @@ class FileLedger(Ledger):
         self.kinds, self.deadline = kinds, deadline
         if time.monotonic() > deadline or self.is_done(kinds):
             return 0
-        plugins = ["-p", "pytest_timeout", "-p", "pytest_rerunfailures", "-p", "no:cacheprovider"]
-        options = ["--rootdir", str(ROOT), *plugins]
+        # otherwise pytest would look for plugins in all that is installed
+        plugins = ["--disable-plugin-autoload", "-p", "pytest_timeout", "-p", "pytest_rerunfailures"]
+        options = ["--rootdir", str(ROOT), *plugins, "-p", "no:cacheprovider"]
         with (
             tempfile.NamedTemporaryFile(prefix="forked-seconds-") as file,
-            patch.dict(os.environ, {FORKED_SECONDS: file.name, AUTOLOAD: "1"}),
+            patch.dict(os.environ, {FORKED_SECONDS: file.name}),
         ):
             status = pytest.main([*options, str(self.file)], plugins=[self])
         if self.is_cut_off:
