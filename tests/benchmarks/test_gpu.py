@@ -24,6 +24,8 @@ from benchmarks.gpu.page import write_files
 from benchmarks.gpu.parts import DONE, FAILED, LEFT_OUT, TOY, WAITING, Part, Table, part, run_parts
 from lightning_fsdp2 import DDPStrategy
 
+pytestmark = pytest.mark.timeout(900)  # four times what the longest test takes, and more
+
 README = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
 
 

@@ -20,6 +20,8 @@ from helpers.examples import (
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.timeout(900)  # four times what the longest test takes, and more
+
 SHORTER = {"python examples/own_tp_plan.py": "python examples/own_tp_plan.py --steps 20"}
 """Commands that take long, and what is run in their place."""
 

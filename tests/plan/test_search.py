@@ -22,6 +22,8 @@ from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.simulation.workers import add_up_progress, run_in_processes
 from lightning_fsdp2.plan.table import write_search
 
+pytestmark = pytest.mark.timeout(900)  # four times what the longest test takes, and more
+
 MEMORY = 2.1
 """GiB, of which what CUDA and NCCL take leaves some layouts of the small model too little."""
 
