@@ -34,7 +34,9 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT_SECONDS = 150.0
 PATIENCE_SECONDS = 10.0
 LINGER_SECONDS = 2.0
-DAMAGED_HEAP = re.compile(r"^(malloc|malloc_consolidate|free|realloc)\(\): |^(double free or )?corruption|^corrupted ", re.MULTILINE)
+DAMAGED_HEAP = re.compile(
+    r"^(malloc|malloc_consolidate|free|realloc)\(\): |^(double free or )?corruption|^corrupted ", re.MULTILINE
+)
 """What the C library writes before it aborts a process with a damaged heap."""
 
 
