@@ -221,23 +221,18 @@ def train(run: Run, variant: Variant, folder: str, rank: int) -> int:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=timedelta(seconds=60))
     step = build_step(run, variant)
     step()
-    before = reset_peak_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident memory
+    before = read_resident_memory("VmRSS")
     step()
-    added = get_peak_memory() - before
+    added = read_resident_memory("VmHWM") - before
     dist.barrier()  # a rank that exits early would make its peers fail
     return added
 
 
-def get_peak_memory() -> int:
-    """Return the largest resident size of this process since the last reset, in bytes."""
+def read_resident_memory(name: str) -> int:
+    """Return the resident bytes of this process: now (``VmRSS``) or at the peak (``VmHWM``)."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-def reset_peak_memory() -> int:
-    """Make the largest resident size of this process the current one, and return it in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return get_peak_memory()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def make_config(run: Run, variant: Variant) -> FSDP2Config:

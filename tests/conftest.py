@@ -26,11 +26,7 @@ import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
-from helpers.limits import (  # noqa: F401
-    pytest_fixture_setup,
-    pytest_runtest_setup,
-    pytest_runtest_teardown,
-)
+from helpers.limits import pytest_fixture_setup, pytest_runtest_setup, pytest_runtest_teardown  # noqa: F401
 from torch._dynamo.utils import counters
 
 import lightning_fsdp2

@@ -8,9 +8,9 @@ import pytest
 from helpers import limits
 from helpers.line_trace import FirstFailure
 
-SPIN = "end = time.process_time() + 0.05\n    while time.process_time() < end: pass\n"
-CHILD = "subprocess.run([sys.executable, '-S', '-c', 'sum(range(5_000_000))'], check=True)\n"
-WAIT = "time.sleep(0.1)\n"
+SPIN = "end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
+CHILD = "subprocess.run([sys.executable, '-S', '-c', 'sum(range(40_000_000))'], check=True)\n"
+WAIT = "time.sleep(0.3)\n"
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ def test_it_fails(mark: str, body: str, failures: int, tmp_path: Path, monkeypat
     assert result.failures == failures
 
 
-@pytest.mark.parametrize(("seconds", "failures"), [(0.03, 0), (0.05, 1)])
+@pytest.mark.parametrize(("seconds", "failures"), [(0.12, 0), (0.3, 1)])
 def test_a_shared_fixture_is_checked_by_itself(
     seconds: float, failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two times 0.03 seconds would be too much for one test."""
-    spin = SPIN.replace("0.05", str(seconds))
+    """Two times 0.12 seconds would be too much for one test."""
+    spin = SPIN.replace("0.3", str(seconds))
     shared = f"@pytest.fixture(scope='module')\ndef shared():\n    {spin}\n"
-    body = SPIN.replace("0.05", "0.02")
+    body = SPIN.replace("0.3", "0.12")
     result = run_test(f"{shared}\n@pytest.mark.usefixtures('shared')", body, tmp_path, monkeypatch)
     assert result.failures == failures
 
@@ -52,7 +52,7 @@ class Result:
         self.calls += report.when == "call"
         if report.failed:
             assert report.when != "call"
-            assert "a test may use 0.04, unless it is marked slow" in report.longreprtext
+            assert "a test may use 0.2, unless it is marked slow" in report.longreprtext
             self.failures += 1
 
 
@@ -64,7 +64,7 @@ def run_test(
     slowness: float = 1.0,
     plugins: Sequence[object] = (),
 ) -> Result:
-    monkeypatch.setattr(limits, "LIMIT_SECONDS", 0.04)
+    monkeypatch.setattr(limits, "LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(limits, "measure_slowness", lambda: slowness)
     path = folder / f"test_{folder.name}.py"  # Python keeps imported files by their names
     path.write_text(f"import pytest, subprocess, sys, time\n{mark}\ndef test_it():\n    {body}")

@@ -1,4 +1,4 @@
-"""The profile of tests has a row for each file, with the time of its ranks and of the programs that it starts."""
+"""The profile of tests has a row for each file, with the time of its ranks."""
 
 import subprocess
 import sys
@@ -8,7 +8,6 @@ import pytest
 from helpers.reach import ROOT
 
 TEST = """
-import os
 import time
 
 from helpers.ranks import run_ranks

@@ -132,8 +132,8 @@ def test_a_test_that_failed_and_was_skipped_at_its_end_has_failed(repository: Pa
     assert "- `tests/test_late.py::test_late`" in (repository / "docs/test-all.md").read_text()
 
 
-def test_what_native_code_crashed_is_repeated_once_with_new_fixtures_and_is_on_the_page(
-    repository: Path, pytestconfig: pytest.Config
+def test_what_native_code_crashed_is_repeated_once_with_new_fixtures_and_is_told(
+    repository: Path, pytestconfig: pytest.Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = pytestconfig.getini("addopts")
     with (repository / "pyproject.toml").open("a") as project:
@@ -147,6 +147,7 @@ def test_what_native_code_crashed_is_repeated_once_with_new_fixtures_and_is_on_t
     )
     write(repository, {"tests/test_crash.py": crash.format(2) + make_test(repository, "other")})
     assert run(repository) == (0, ["crash", "crash", "other"])
+    assert "repeated after a crash of native code: tests/test_crash.py::test_crash\n" in capfd.readouterr().out
     repeated = (repository / "docs/test-all.md").read_text().partition("## Repeated after a crash of native code")[2]
     assert repeated.split() == ["-", "`tests/test_crash.py::test_crash`"]
     write(repository, {"tests/test_crash.py": crash.format(9)})

@@ -24,8 +24,6 @@ from benchmarks.gpu.page import write_files
 from benchmarks.gpu.parts import DONE, FAILED, LEFT_OUT, TOY, WAITING, Part, Table, part, run_parts
 from lightning_fsdp2 import DDPStrategy
 
-pytestmark = pytest.mark.timeout(900)  # four times what the longest test takes, and more
-
 README = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
 
 
@@ -36,6 +34,7 @@ def read_parts(folder: Path, name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the commands
 
 
+@pytest.mark.timeout(600)  # more than four times as long as it takes alone
 @pytest.mark.guarantees("gpu-commands")
 @pytest.mark.parametrize(
     "parts",
@@ -58,6 +57,7 @@ def test_a_gpu_is_checked(parts: list[str], tmp_path: Path) -> None:
     assert all(f"| {name} | done |" in page for name in parts)
 
 
+@pytest.mark.timeout(600)  # more than four times as long as it takes alone
 @pytest.mark.guarantees("gpu-commands")
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ from helpers.examples import (
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.timeout(900)  # four times what the longest test takes, and more
-
 SHORTER = {"python examples/own_tp_plan.py": "python examples/own_tp_plan.py --steps 20"}
 """Commands that take long, and what is run in their place."""
 
@@ -68,6 +66,7 @@ def test_the_own_tp_plan_trains_as_one_process_does(run: Run, finish: Finish) ->
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.timeout(600)  # more than four times as long as it takes alone
 @pytest.mark.slow
 def test_lora_trains_a_model_on_and_leaves_it_out_of_checkpoints(finish: Finish) -> None:
     folders = [finish(LORA), finish(f"{LORA} --pretrained outputs/own_module/model")]

@@ -38,9 +38,8 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.results: dict[str, dict[str, Any]] = {}
-        text = self._read_whole_lines()
-        if self.path.exists() and len(text) < len(self.path.read_text()):
-            self.path.write_text(text)  # the last line was cut off
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self.path.write_text(self._read_whole_lines())  # the last line was cut off
         self.read()
 
     def read(self) -> None:

@@ -50,7 +50,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 
 
 def check(item: pytest.Item, seconds: float, what: str) -> None:
-    """Fail a test that is unmarked if it, or ``what`` it needs, used too many processor seconds."""
+    """Fail an unmarked test if ``seconds`` of the processor are too many. The message begins with ``what``."""
     if get_kind(item) == "fast" and seconds > LIMIT_SECONDS and seconds > LIMIT_SECONDS * measure_slowness():
         pytest.fail(
             f"{what} {seconds:.1f} processor seconds; a test may use {LIMIT_SECONDS}, unless it is marked slow",

@@ -85,7 +85,7 @@ class FileLedger(Ledger):
             return 0
         # otherwise pytest would look for plugins in all that is installed
         plugins = ["--disable-plugin-autoload", "-p", "pytest_timeout", "-p", "pytest_rerunfailures"]
-        options = ["--rootdir", str(ROOT), *plugins, "-p", "no:cacheprovider"]
+        options = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", *plugins]
         with (
             tempfile.NamedTemporaryFile(prefix="forked-seconds-") as file,
             patch.dict(os.environ, {FORKED_SECONDS: file.name}),

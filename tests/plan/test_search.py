@@ -22,8 +22,6 @@ from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.simulation.workers import add_up_progress, run_in_processes
 from lightning_fsdp2.plan.table import write_search
 
-pytestmark = pytest.mark.timeout(900)  # four times what the longest test takes, and more
-
 MEMORY = 2.1
 """GiB, of which what CUDA and NCCL take leaves some layouts of the small model too little."""
 
@@ -156,6 +154,7 @@ def test_few_micro_batches_tell_the_memory_of_many(schedule: Any, stages_per_ran
     assert first.peak_bytes == pytest.approx(planned.ranks[0].peak_bytes, abs=100)
 
 
+@pytest.mark.timeout(600)  # more than four times as long as it takes alone
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_needs_least_is_told_where_nothing_fits(cache: Path) -> None:

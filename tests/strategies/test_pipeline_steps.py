@@ -228,8 +228,7 @@ class Unfreezes(BaseFinetuning):
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.guarantees("errors-on-every-rank")
-@pytest.mark.guarantees("refused-pipelines")
+@pytest.mark.guarantees("refused-pipelines", "errors-on-every-rank")
 @pytest.mark.parametrize(
     ("make_module", "options", "message"),
     [

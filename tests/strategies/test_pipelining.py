@@ -323,8 +323,7 @@ def cut(rows: int) -> list[dict[str, Tensor]]:
     return make_token_batches(2, size=rows)
 
 
-@pytest.mark.guarantees("errors-on-every-rank")
-@pytest.mark.guarantees("pipeline-limits", "refused-pipelines")
+@pytest.mark.guarantees("pipeline-limits", "refused-pipelines", "errors-on-every-rank")
 @pytest.mark.parametrize(
     ("make_module", "flags", "batches", "message"),
     [

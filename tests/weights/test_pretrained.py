@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.memory import get_peak_memory, reset_peak_memory
 from helpers.models import ENCODER, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import make_config, whole
 from helpers.ranks import RankError, run_ranks
@@ -24,7 +25,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.memory import get_peak_memory, reset_peak_memory
 from lightning_fsdp2 import create_device_mesh, export_hf, save_checkpoint
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.cover import Matrix
 from helpers.families import get_all_families, make_family_config
+from helpers.memory import get_peak_memory, reset_peak_memory
 from helpers.models import LLAMA
 from helpers.oracle import make_config
 from helpers.pretrained_kinds import get_kind
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 
-from benchmarks.memory import get_peak_memory, reset_peak_memory
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.parallel.tensor import parameters as tp_parameters

@@ -48,7 +48,7 @@ def run_step(model: Any, batch_size: int, seed: int = 1) -> dict[str, Tensor | N
 
 
 def make_model_of_four_ranks() -> Any:
-    """Run one layer of rank 0 of four. The other ranks do not exist, because a fake group does not communicate."""
+    """Build one layer of rank 0 of four. The other ranks do not exist, because a fake group does not communicate."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     return parallelize(make_rough_model({**LLAMA, "num_hidden_layers": 1, "num_key_value_heads": 4}), 4, **FLAGS)
 

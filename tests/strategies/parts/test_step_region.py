@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make(calls: list[str], root: Model) -> StepRegion:
-    """Return whether a module holds units: all but the norm do."""
+    """Build a step region in which all modules but the norm hold units."""
     return StepRegion(
         timedelta(seconds=3),
         holds_units=lambda module: not isinstance(module, nn.LayerNorm),
