@@ -132,7 +132,7 @@ def test_a_test_that_failed_and_was_skipped_at_its_end_has_failed(repository: Pa
     assert "- `tests/test_late.py::test_late`" in (repository / "docs/test-all.md").read_text()
 
 
-def test_what_native_code_crashed_is_repeated_once_with_new_fixtures_and_is_told(
+def test_what_native_code_crashed_is_repeated_once_with_new_fixtures_and_is_reported(
     repository: Path, pytestconfig: pytest.Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = pytestconfig.getini("addopts")

@@ -154,7 +154,6 @@ def test_few_micro_batches_tell_the_memory_of_many(schedule: Any, stages_per_ran
     assert first.peak_bytes == pytest.approx(planned.ranks[0].peak_bytes, abs=100)
 
 
-@pytest.mark.timeout(600)  # more than four times as long as it takes alone
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_needs_least_is_told_where_nothing_fits(cache: Path) -> None:
