@@ -215,6 +215,16 @@ def test_what_fails_or_dies_is_shown(repository: Path, capfd: pytest.CaptureFixt
     assert output.endswith("1 passed, 3 failed, 0 skipped\n")
 
 
+def test_files_that_run_at_once_have_folders_of_their_own(repository: Path) -> None:
+    """pytest removes what earlier runs have left, and would find that another has removed it already."""
+    note = f"def test_it(tmp_path): open({str(repository / 'ran')!r}, 'a').write(str(tmp_path) + ' ')"
+    write(repository, {f"tests/test_{name}.py": note for name in ("one", "two")})
+    code, (first, second) = run(repository, "fast")
+    assert code == 0
+    assert Path(first).parents[2] != Path(second).parents[2]  # pytest-of-NAME
+    assert not any(Path(folder).parents[2].exists() for folder in (first, second))
+
+
 def test_other_arguments_are_those_of_pytest(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(
         repository, {"tests/test_two.py": make_test(repository, "one") + make_test(repository, "two", "assert False")}

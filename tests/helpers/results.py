@@ -86,11 +86,13 @@ class FileLedger(Ledger):
         # otherwise pytest would look for plugins in all that is installed
         plugins = ["--disable-plugin-autoload", "-p", "pytest_timeout", "-p", "pytest_rerunfailures"]
         options = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", *plugins]
-        with (
-            tempfile.NamedTemporaryFile(prefix="forked-seconds-") as file,
-            patch.dict(os.environ, {FORKED_SECONDS: file.name}),
-        ):
-            status = pytest.main([*options, str(self.file)], plugins=[self])
+        # a folder for each file, because two runs of pytest that clean a common one up at once can fail
+        with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder:
+            seconds = Path(folder, "forked-seconds")
+            seconds.touch()
+            variables = {FORKED_SECONDS: str(seconds), "PYTEST_DEBUG_TEMPROOT": folder}
+            with patch.dict(os.environ, variables):
+                status = pytest.main([*options, str(self.file)], plugins=[self])
         if self.is_cut_off:
             return 0
         # an earlier run may have left nothing to do, which pytest reports as an error
