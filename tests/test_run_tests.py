@@ -216,7 +216,7 @@ def test_what_fails_or_dies_is_shown(repository: Path, capfd: pytest.CaptureFixt
 
 
 def test_files_that_run_at_once_have_folders_of_their_own(repository: Path) -> None:
-    """pytest removes what earlier runs have left, and would find that another has removed it already."""
+    """Two runs of pytest remove what earlier ones have left, and one finds that the other has removed it already."""
     note = f"def test_it(tmp_path): open({str(repository / 'ran')!r}, 'a').write(str(tmp_path) + ' ')"
     write(repository, {f"tests/test_{name}.py": note for name in ("one", "two")})
     code, (first, second) = run(repository, "fast")
