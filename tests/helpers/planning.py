@@ -1,6 +1,5 @@
 """A small Llama, to be planned and to be trained; and what processes that train it really send and allocate."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -22,6 +21,7 @@ from helpers.collectives import COLLECTIVE_KINDS
 from helpers.ranks import run_ranks
 from lightning_fsdp2 import CausalLM
 from lightning_fsdp2.compat.torch_simulation import get_process_group
+from lightning_fsdp2.mesh import _wait_for_threads
 
 VOCABULARY, WIDTH, KEY_VALUE_WIDTH, MLP_WIDTH, LAYERS = 4096, 64, 32, 128, 2
 LLAMA: dict[str, Any] = {
@@ -92,7 +92,7 @@ class CollectiveRests(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.name.startswith(("c10d::", "_c10d_functional::")):
-            time.sleep(0.005)
+            _wait_for_threads()  # not for a fixed time, since a busy machine may not give them a turn for long
         return result
 
 
