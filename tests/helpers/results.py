@@ -88,6 +88,7 @@ class FileLedger(Ledger):
         options = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", *plugins]
         # a folder for each file, because two runs of pytest that clean a common one up at once can fail
         with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder:
+            os.chmod(folder, 0o755)  # some tests become another user
             seconds = Path(folder, "forked-seconds")
             seconds.touch()
             variables = {FORKED_SECONDS: str(seconds), "PYTEST_DEBUG_TEMPROOT": folder}
