@@ -221,8 +221,16 @@ def test_files_that_run_at_once_have_folders_of_their_own(repository: Path) -> N
     write(repository, {f"tests/test_{name}.py": note for name in ("one", "two")})
     code, (first, second) = run(repository, "fast")
     assert code == 0
-    assert Path(first).parents[2] != Path(second).parents[2]  # pytest-of-NAME
+    assert Path(first).parents[2] != Path(second).parents[2]  # above pytest-of-NAME/pytest-NUMBER
     assert not any(Path(folder).parents[2].exists() for folder in (first, second))
+
+
+def test_a_file_that_dies_leaves_no_folder(repository: Path) -> None:
+    text = f"import os\ndef test_it(tmp_path): open({str(repository / 'ran')!r}, 'w').write(str(tmp_path)), os._exit(9)"
+    write(repository, {"tests/test_dies.py": text})
+    code, (folder,) = run(repository, "fast")
+    assert code == 1
+    assert not Path(folder).parents[3].exists()
 
 
 def test_other_arguments_are_those_of_pytest(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:

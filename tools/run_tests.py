@@ -11,12 +11,15 @@ Other arguments go to pytest, which then runs by itself.
 """
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -26,7 +29,7 @@ import pytest
 from helpers.fork_server import get_python
 from helpers.ledger import hold, run_jobs
 from helpers.reach import MATRICES_PAGE, PAGE, ROOT, find_reach
-from helpers.results import OUTCOMES, TIERS, FileLedger, open_ledger, read_seconds
+from helpers.results import OUTCOMES, TEMPORARY, TIERS, FileLedger, open_ledger, read_seconds
 
 from tools import result_pages
 from tools.changes import find_changed, order_by_likelihood
@@ -113,14 +116,17 @@ def run_files(steps: list[tuple[FileLedger, Sequence[str]]], start: float, deadl
     jobs = {name: partial(ledger.run, kinds, deadline) for name, (ledger, kinds) in named.items()}
     if any(FORK_SERVER in find_reach(ledger.file) for ledger, _ in steps):
         get_python()  # for the programs that tests start, once for all files
-    for number, (name, status, seconds) in enumerate(run_jobs(jobs, FOLDER), 1):
-        ledger, kinds = named[name]
-        log = FOLDER / f"{name}.log"
-        ledger.note_end(kinds, status, log)
-        line = f"{number:3}/{len(jobs)}  {ledger.describe(kinds, seconds)}"
-        print(f"{time.monotonic() - start:6.0f} s  {line}", flush=True)
-        if ledger.list_failed(kinds):
-            print(log.read_text(errors="replace"), flush=True)
+    # one for all jobs, which this process removes, because a job that dies leaves its own folder
+    temporary = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    with temporary as folder, patch.dict(os.environ, {TEMPORARY: folder}):
+        for number, (name, status, seconds) in enumerate(run_jobs(jobs, FOLDER), 1):
+            ledger, kinds = named[name]
+            log = FOLDER / f"{name}.log"
+            ledger.note_end(kinds, status, log)
+            line = f"{number:3}/{len(jobs)}  {ledger.describe(kinds, seconds)}"
+            print(f"{time.monotonic() - start:6.0f} s  {line}", flush=True)
+            if ledger.list_failed(kinds):
+                print(log.read_text(errors="replace"), flush=True)
 
 
 def conclude(ledgers: Sequence[FileLedger], kinds: Sequence[str], seconds: float) -> int:

@@ -21,6 +21,9 @@ TIERS = {"fast": ("fast",), "all": ("fast", "slow"), "matrices": ("fast", "slow"
 """The kinds of tests that each run includes. A test is "fast" without one of the other two marks."""
 
 OUTCOMES = ("passed", "failed", "skipped")
+TEMPORARY = "PYTEST_DEBUG_TEMPROOT"
+"""Variable by which pytest knows the folder for its temporary folders."""
+
 END = "end "
 """Beginning of the entries which show that all tests of a kind have run."""
 
@@ -87,11 +90,10 @@ class FileLedger(Ledger):
         plugins = ["--disable-plugin-autoload", "-p", "pytest_timeout", "-p", "pytest_rerunfailures"]
         options = ["--rootdir", str(ROOT), "-p", "no:cacheprovider", *plugins]
         # a folder for each file, because two runs of pytest that clean a common one up at once can fail
-        with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder:
-            os.chmod(folder, 0o755)  # some tests become another user
+        with tempfile.TemporaryDirectory(dir=os.environ.get(TEMPORARY), ignore_cleanup_errors=True) as folder:
             seconds = Path(folder, "forked-seconds")
             seconds.touch()
-            variables = {FORKED_SECONDS: str(seconds), "PYTEST_DEBUG_TEMPROOT": folder}
+            variables = {FORKED_SECONDS: str(seconds), TEMPORARY: folder}
             with patch.dict(os.environ, variables):
                 status = pytest.main([*options, str(self.file)], plugins=[self])
         if self.is_cut_off:
