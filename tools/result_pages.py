@@ -58,9 +58,11 @@ def summarize_matrices(ledgers: list[FileLedger]) -> str:
         [
             "# The last run of `make matrices`",
             "",
-            f"{describe_versions()} Each pair of values that occurs in a cell of a matrix occurs in a cell that",
-            "`make test-all` runs. `make matrices` runs all cells. A pair has passed if a cell with it has passed.",
+            describe_versions(),
             *describe_earlier(ledgers),
+            "",
+            "Each pair of values that occurs in a cell of a matrix occurs in a cell that `make test-all` runs. `make"
+            " matrices` runs all cells. A pair has passed if a cell with it has passed.",
             "",
             "| matrix | file | cells | `test-all` | `test` | pairs | passed | in `test-all` | seconds | `test-all` |",
             "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -116,7 +118,8 @@ def describe_earlier(ledgers: Iterable[FileLedger]) -> list[str]:
     earlier = Counter(commit for ledger in ledgers for commit in ledger.commits)
     earlier.pop(get_commit(), None)
     return [
-        f"{count} files that no later change can reach ran at commit {name}." for name, count in earlier.most_common()
+        f"Results of {count} files are from commit {name}; no later change can reach these files."
+        for name, count in earlier.most_common()
     ]
 
 
