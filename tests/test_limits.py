@@ -1,6 +1,10 @@
 """A test that is not marked slow and uses too much of the processor fails by itself."""
 
 import gc
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +40,22 @@ def test_a_shared_fixture_is_checked_by_itself(
 
 def test_a_slow_machine_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_test("", SPIN, tmp_path, monkeypatch, slowness=100.0).failures == 0
+
+
+def test_a_machine_is_slow_as_soon_as_other_processes_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOOP_SECONDS", 1000.0)  # only the load counts
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # the average of a minute, not yet of this one
+    monkeypatch.setattr(limits, "READINGS", 3)
+    before = limits.measure_slowness()
+    command = ["nice", "-n", "19", sys.executable, "-S", "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(20)]
+    try:
+        time.sleep(0.1)
+        assert limits.measure_slowness() > before + 1
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def test_a_test_whose_lines_are_traced_or_broken_has_all_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
