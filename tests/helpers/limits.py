@@ -1,8 +1,9 @@
 """A test without a mark may use two processor seconds, so that `make test` stays as short as it is."""
 
+import contextlib
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from statistics import mean
 
@@ -14,12 +15,11 @@ LIMIT_SECONDS = 2.0
 LOOP_SECONDS = 0.024
 """What the loop of :func:`measure_slowness` takes on the machine for which the limit was chosen."""
 
-USUAL_LOAD = 2.5
-"""Processes for each of two processors while tests of two and four ranks run, two files at a time."""
+READINGS = 10
+"""A quarter of a second of loops, so that one moment does not decide."""
 
-LOAD_FILE = Path("/proc/loadavg")
-READINGS = 20
-"""Half a second of loops, so that one moment does not decide."""
+RUN = os.getpid()
+"""The process that imports this file: the whole run. Its test files and their ranks are forks of it."""
 
 START = pytest.StashKey[float]()
 
@@ -65,25 +65,36 @@ def check(item: pytest.Item, seconds: float, what: str) -> None:
 
 
 def measure_slowness() -> float:
-    """Return how much longer than usual the same work takes now, as a factor: by a fixed loop, or by the load.
+    """Return how much longer than usual the same work takes now, as a factor: by a fixed loop, or by other processes.
 
-    The loop lives in the caches of a processor. Most tests do not, and use more when many processes share it.
+    The loop lives in the caches of a processor. Most tests do not, and use more when other work shares the caches. An
+    average load would not do, because it learns slowly that other work has begun.
     """
-    loops, running = [], []
+    loops, busy = [], []
     for _ in range(READINGS):
         start = time.process_time()
         sum(range(2_000_000))
         loops.append(time.process_time() - start)
-        running.append(count_running())
-    load = max(os.getloadavg()[0], mean(running))
-    return max(mean(loops) / LOOP_SECONDS, load / (os.cpu_count() or 1) / USUAL_LOAD)
+        busy.append(count_busy_processes())
+    return max(mean(loops) / LOOP_SECONDS, 1 + mean(busy) / (os.cpu_count() or 1))
 
 
-def count_running() -> int:
-    """Return how many threads of the whole machine run or wait for a processor, or 0 where no file tells.
+def count_busy_processes() -> int:
+    """Return how many processes that are not of this run use a processor or wait for one. 0 without ``/proc``."""
+    parents, running = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # a process may end
+            state, parent = (folder / "stat").read_text().rpartition(") ")[2].split()[:2]
+            parents[int(folder.name)] = int(parent)
+            if state == "R":
+                running.append(int(folder.name))
+    return sum(RUN not in list_ancestors(process, parents) for process in running)
 
-    The load average of the last minute learns only slowly that other work has begun.
-    """
-    if not LOAD_FILE.exists():
-        return 0
-    return int(LOAD_FILE.read_text().split()[3].split("/")[0])
+
+def list_ancestors(process: int, parents: Mapping[int, int]) -> list[int]:
+    """Return ``process``, its parent, and so on. ``parents`` maps processes to their parents."""
+    ancestors = []
+    while process in parents:
+        ancestors.append(process)
+        process = parents[process]
+    return ancestors
