@@ -160,7 +160,7 @@ DIFFERENCES = (
         "weights are freed after their forward",
     ),
     Difference(
-        "parameters without a dimension, embeddings with `sparse=True`",
+        "parameters without a dimension or without elements, or that share memory; embeddings with `sparse=True`",
         "work",
         "refused if parameters are sharded",
         "there is nothing to shard; sparse gradients have no reduce-scatter",
@@ -172,10 +172,10 @@ DIFFERENCES = (
         "they are gathered once for the whole step",
     ),
     Difference(
-        "`LBFGS`, `Rprop`, `Adafactor`",
+        "`LBFGS`, `Rprop`, `Adafactor`; optimizers of bitsandbytes and torchao, transformers' `Adafactor`",
         "work",
         "refused if parameters are sharded",
-        "torch's implementations cannot step on shards",
+        "their implementations cannot step on shards",
     ),
     Difference(
         "`Muon` for a matrix of one row",

@@ -33,7 +33,7 @@ from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion, build_colle
 from lightning_fsdp2.parallel.tensor.plans import get_style
 from lightning_fsdp2.recipes.imports import import_plan
 from lightning_fsdp2.weights.adapters import check_peft
-from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def parallelize_with_fsdp2(
     """
     check_not_sharded(model)
     check_peft(model)
+    check_initialized(model)
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
     policy = resolve_mp_policy(config.mp_policy)

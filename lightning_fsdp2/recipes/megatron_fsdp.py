@@ -28,7 +28,7 @@ from lightning_fsdp2.recipes.fsdp2 import check_unused_plan, maybe_apply_tensor_
 from lightning_fsdp2.recipes.imports import import_unit_classes
 from lightning_fsdp2.sizes import CONTEXT_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.weights.adapters import check_peft
-from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 
 
@@ -55,6 +55,7 @@ def parallelize_with_megatron_fsdp(
     """
     check_not_sharded(model)
     check_peft(model)
+    check_initialized(model)
     structure = find_structure(model)
     check_supported(device_mesh, config)
     check_no_expert_parallel(device_mesh, "Megatron-FSDP")

@@ -343,7 +343,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_exception(self, exception: BaseException) -> None:
         RankLauncher.has_failed = isinstance(exception, Exception)  # `SystemExit` ends all ranks but is not a failure
         self.batches.end_without_samples(exception)
-        add_remedy(exception, self.hosts)
+        add_remedy(exception, self.hosts, context_parallel=self.cp_size > 1)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -44,7 +44,12 @@ def apply_fully_shard(
         ValueError: If dim 0 of a weight packs several projections, and its dim 1 is not divisible by the number of
             ranks. Also if no dim of an expert's weight is divisible by the number of ranks that shard it.
     """
-    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
+    owners = get_parameter_owners(model)
+    ignored = set(model.parameters()) - set(owners)  # parameters that metrics hold
+    for parameter in owners:
+        if not isinstance(parameter, DTensor):
+            # FSDP2 shards contiguous weights only, not those of a convolution in `torch.channels_last`, for one
+            parameter.data = parameter.data.contiguous()
     units = list(units)
     for module in (module for unit in units for module in unit.modules):
         _check_class(type(module))

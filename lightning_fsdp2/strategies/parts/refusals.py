@@ -29,6 +29,14 @@ OPTIMIZERS_WITHOUT_SHARDED_STEP: tuple[type[Optimizer], ...] = (
 """Classes of torch optimizers that cannot step on sharded parameters, up to torch 2.15."""
 
 
+OPTIMIZER_MODULES_WITHOUT_SHARDED_STEP: Mapping[str, str] = {
+    "transformers.optimization": "reads and writes whole tensors",
+    "bitsandbytes.optim": "calls kernels that do not know sharded parameters",
+    "torchao.optim": "keeps its states in a tensor subclass that no checkpoint could restore",
+}
+"""Modules of other packages whose optimizers cannot step on sharded parameters, each with the reason."""
+
+
 def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *, traces_module: bool) -> None:
     """Refuse a Trainer with callbacks, loggers or a clipping value that do not work under the strategy.
 
@@ -92,12 +100,29 @@ def check_optimizers(
         ValueError: When an optimizer is of a refused class, or holds parameters from before the module was sharded.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, refused):
+        reason = _get_optional_reason(optimizer) if refused else None
+        if isinstance(optimizer, refused) or reason is not None:
+            kind = type(optimizer)
+            name, why = (
+                (kind.__name__, "") if reason is None else (f"{kind.__module__}.{kind.__name__}", f": it {reason}")
+            )
             raise ValueError(
-                f"{type(optimizer).__name__} cannot step on the sharded parameters of {strategy}; use another"
-                " optimizer, such as AdamW, or a strategy that does not shard."
+                f"{name} cannot step on the sharded parameters of {strategy}{why}; use another optimizer, such as AdamW"
+                " of torch.optim, or a strategy that does not shard."
             )
         check_optimizer_parameters(module, optimizer)
+
+
+def _get_optional_reason(optimizer: Optimizer) -> str | None:
+    modules = [cls.__module__ for cls in type(optimizer).__mro__]
+    return next(
+        (
+            reason
+            for name, reason in OPTIMIZER_MODULES_WITHOUT_SHARDED_STEP.items()
+            if any(module == name or module.startswith(f"{name}.") for module in modules)
+        ),
+        None,
+    )
 
 
 def check_manual_optimization(module: Any) -> None:
