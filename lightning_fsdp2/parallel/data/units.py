@@ -373,7 +373,8 @@ def _check_no_hooks(model: nn.Module) -> None:
     if hooked:
         raise ValueError(
             f"The parameters {', '.join(hooked)} have hooks (`register_hook`). These would be lost, because sharding"
-            " replaces the parameters. Change gradients in `on_before_optimizer_step` instead."
+            " replaces the parameters. Register hooks after sharding, such as in `configure_optimizers`, or change"
+            " gradients in `on_before_optimizer_step`."
         )
 
 
