@@ -1,6 +1,7 @@
 """Code of users that sees gradients in the middle of things: hooks on parameters and after a backward, ``inputs=``."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from helpers.ranks import raises_on_all_ranks, run_ranks
 from helpers.user_modules import Batch, Regressor, assert_same_weights, make_batches, make_loader, make_trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy
@@ -156,3 +158,177 @@ def test_hooks_on_sharded_parameters_see_the_gradient_of_the_micro_batch_on_all_
         assert_same_weights(module, expected)
 
     run_ranks(run, world)
+
+
+class RegistersIn(Regressor):
+    """Registers a hook in the step with a number, on a parameter that ``choose`` picks."""
+
+    def __init__(self, choose: Callable[[Any], Tensor], hook: Callable[[Tensor], Any], batch_idx: int = 0) -> None:
+        super().__init__()
+        self.choose, self.hook, self.batch_idx = choose, hook, batch_idx
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == self.batch_idx:
+            self.choose(self).register_hook(self.hook)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        (lambda: RegistersIn(lambda m: m.scale, clamp), ValueError, "on scale while a step had the parameter gathered"),
+        (
+            lambda: RegistersIn(lambda m: m.head.bias, clamp, batch_idx=1),
+            ValueError,
+            "on head.bias in the middle of an accumulation window",
+        ),
+        (
+            lambda: RegistersIn(lambda m: m.blocks[0].weight, lambda gradient: gradient * torch.ones(8, 8)),
+            ValueError,
+            r"A hook on blocks.0.weight combines the gradient.*distribute_tensor\(tensor, gradient.device_mesh",
+        ),
+        (
+            lambda: RegistersIn(lambda m: m.blocks[0].weight, lambda gradient: gradient.full_tensor()),
+            TypeError,
+            r"A hook on blocks.0.weight returned Tensor\[8, 8\] instead of a DTensor of the shape \[8, 8\]",
+        ),
+    ],
+    ids=["gathered", "late", "whole-tensor", "whole-result"],
+)
+def test_hooks_that_cannot_be_right_are_refused(
+    module: Callable[[], pl.LightningModule], error: type[Exception], message: str
+) -> None:
+    with raises_on_all_ranks(error, message):
+        run_ranks(lambda: fit(module(), FSDP2Strategy(), 2), 2)
+
+
+class Masked(Regressor):
+    """Freezes the first rows of a weight with a mask."""
+
+    def on_train_start(self) -> None:
+        weight, mask = self.blocks[0].weight, torch.arange(8.0)[:, None].clamp(max=1).expand(8, 8).contiguous()
+        if isinstance(weight, DTensor):
+            mask = distribute_tensor(mask, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.register_hook(lambda gradient: gradient * mask)
+
+
+@pytest.mark.slow
+def test_a_mask_works_as_the_message_says() -> None:
+    def run() -> None:
+        module = Masked()
+        before = module.blocks[0].weight.detach().clone()
+        fit(module, FSDP2Strategy(), 2)
+        is_changed = (module.blocks[0].weight.full_tensor() != before).any(1).tolist()
+        assert is_changed == [False] + [True] * 7
+
+    run_ranks(run, 2)
+
+
+# ---------------------------------------------------------------------- gradients between micro-batches
+
+
+class Clips(Regressor):
+    """Clips what has accumulated after each micro-batch."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = clamp(parameter.grad)
+
+
+class ClipsByCallback(pl.Callback):
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        Clips.on_after_backward(pl_module)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "by_callback"),
+    [
+        ("dp2", False),
+        pytest.param("dp2, reduced", True, marks=slow),
+        ("hsdp2x1", True),
+        ("tp2", False),
+        pytest.param("hsdp2x2", False, marks=slow),
+    ],
+)
+def test_gradients_after_each_backward_are_those_of_one_process(mesh: str, by_callback: bool) -> None:
+    world, readers, options = MESHES[mesh]
+    expected = Clips()
+    train_by_hand(expected, readers, after_backward=expected.on_after_backward)
+
+    def run() -> None:
+        module = Regressor() if by_callback else Clips()
+        fit(module, FSDP2Strategy(**options), readers, callbacks=[ClipsByCallback()] if by_callback else [])
+        assert_same_weights(module, expected)
+
+    run_ranks(run, world)
+
+
+def test_the_log_says_once_why_every_micro_batch_reduces(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> list[str]:
+        fit(Clips(), FSDP2Strategy(), 2)
+        return [text for text in caplog.messages if "every micro-batch reduces" in text]
+
+    told, *_ = run_ranks(run, 2)
+    assert told == [
+        "Clips has a hook `on_after_backward`, which may use gradients, so every micro-batch reduces gradients, and not"
+        " only the last one of a step. Use `on_before_optimizer_step` to avoid this."
+    ]
+
+
+class Reads(Regressor):
+    """Reads a gradient in a hook that does not make every micro-batch reduce."""
+
+    def __init__(self, read: Callable[[Tensor | None], Any]) -> None:
+        super().__init__()
+        self.read = read
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            self.read(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("read", "mesh"),
+    [
+        (lambda gradient: gradient.norm(), "dp2"),
+        pytest.param(lambda gradient: gradient.mul_(2), "hsdp2x1", marks=slow),
+        pytest.param(lambda gradient: gradient.full_tensor(), "tp2", marks=slow),
+        pytest.param(lambda gradient: torch.stack([gradient.data]), "dp2", marks=slow),
+        pytest.param(str, "dp2", marks=slow),
+    ],
+    ids=["norm", "in-place", "full_tensor", "data", "str"],
+)
+def test_a_gradient_that_is_not_reduced_yet_is_an_error_and_not_none(read: Callable[[Any], Any], mesh: str) -> None:
+    world, readers, options = MESHES[mesh]
+    with raises_on_all_ranks(ValueError, r"middle of an accumulation window.*defer_fsdp_grad_sync=False"):
+        run_ranks(lambda: fit(Reads(read), FSDP2Strategy(**options), readers), world)
+
+
+def test_a_gradient_that_is_not_reduced_yet_is_there_and_can_be_cleared() -> None:
+    seen: list[Any] = []
+
+    class Clears(Reads):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.optimizers[0].zero_grad(set_to_none=False)  # drops the first micro-batch
+
+    expected = Regressor()
+    train_by_hand(expected, 2, after_backward=partial(drop_first, expected, [0]))
+
+    def run() -> None:
+        module = Clears(lambda gradient: seen.append((gradient is None, gradient.shape, gradient.dtype)))
+        fit(module, FSDP2Strategy(), 2)
+        shapes = [parameter.shape for parameter in module.parameters()]
+        assert seen == [(False, shape, torch.float32) for shape in shapes] * ACCUMULATE * STEPS
+        assert_same_weights(module, expected)
+
+    run_ranks(run, 2)
+
+
+def drop_first(module: nn.Module, calls: list[int]) -> None:
+    if calls[0] == 0:
+        module.zero_grad()
+    calls[0] += 1
