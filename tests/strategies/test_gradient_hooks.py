@@ -8,13 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.oracle import whole
 from helpers.ranks import raises_on_all_ranks, run_ranks
-from helpers.user_modules import Batch, Regressor, assert_same_weights, make_batches, make_loader, make_trainer
+from helpers.user_modules import WIDTH, Batch, Regressor, assert_same_weights, make_batches, make_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
 
 ACCUMULATE, STEPS = 2, 2
 
@@ -332,3 +333,114 @@ def drop_first(module: nn.Module, calls: list[int]) -> None:
     if calls[0] == 0:
         module.zero_grad()
     calls[0] += 1
+
+
+# ---------------------------------------------------------------------- backwards to some parameters
+
+
+def call_manually(module: pl.LightningModule, loss: Tensor, inputs: list[Tensor]) -> None:
+    module.manual_backward(loss, inputs=inputs)
+
+
+def call_tensor(module: pl.LightningModule, loss: Tensor, inputs: list[Tensor]) -> None:
+    loss.backward(inputs=inputs)
+
+
+def call_function(module: pl.LightningModule, loss: Tensor, inputs: list[Tensor]) -> None:
+    torch.autograd.backward(loss, inputs=inputs)
+
+
+CHOICES: list[Callable[[Any], list[Tensor]]] = [
+    lambda module: list(module.blocks[0].parameters()),
+    lambda module: [module.head.weight, module.head.bias],
+    lambda module: list(module.parameters()),
+    lambda module: [module.blocks[1].weight, module.blocks[2].weight],
+]
+"""Parameters of one backward each; the last two are in one step."""
+
+
+class Chooses(Regressor):
+    """Runs backwards to some parameters alone."""
+
+    def __init__(self, call: Callable[[Any, Tensor, list[Tensor]], None]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        del self.scale  # manual optimisation cannot train what the LightningModule holds itself
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.call = call
+        self.gradients: list[dict[str, Tensor | None]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.call(self, loss, CHOICES[batch_idx](self))
+        self.note()
+        if batch_idx != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def note(self) -> None:
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
+        given = whole({name: gradient for name, gradient in gradients.items() if gradient is not None})
+        self.gradients.append({name: given.get(name) for name in gradients})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "call"),
+    [
+        ("dp2", call_manually),
+        ("tp2", call_function),
+        pytest.param("hsdp2x1", call_tensor, marks=slow),
+        pytest.param("dp2", call_function, marks=slow),
+        pytest.param("dp2, gathered", call_tensor, marks=slow),
+        pytest.param("hsdp2x2", call_manually, marks=slow),
+        pytest.param("dp2, tp2", call_function, marks=slow),
+    ],
+)
+def test_a_backward_to_some_parameters_is_that_of_one_process(mesh: str, call: Any) -> None:
+    world, readers, options = MESHES[mesh]
+    before = torch.autograd._engine_run_backward
+    expected = Chooses(call_tensor)
+    optimizer = expected.configure_optimizers()
+    expected.optimizers = lambda: optimizer
+    batches = make_batches(readers * len(CHOICES))
+    for index in range(len(CHOICES)):
+        own = batches[index * readers : (index + 1) * readers]
+        expected.training_step({name: torch.cat([batch[name] for batch in own]) for name in own[0]}, index)
+
+    def run() -> None:
+        module = Chooses(call)
+        fit(module, FSDP2Strategy(**options), readers, accumulate_grad_batches=1, max_steps=3)
+        torch.testing.assert_close(module.gradients, expected.gradients)
+        assert_same_weights(module, expected)
+        assert torch.autograd._engine_run_backward is before
+
+    run_ranks(run, world)
+
+
+class AsksForGradients(Regressor):
+    """Calls ``torch.autograd.grad`` for a parameter."""
+
+    def __init__(self, choose: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.choose = choose
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        torch.autograd.grad(loss, [self.choose(self)], retain_graph=True, allow_unused=True)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("mesh", "choose", "name"),
+    [
+        ("dp2", lambda module: module.blocks[0].weight, "blocks.0.weight"),
+        pytest.param("dp2", lambda module: module.scale, "scale", marks=slow),  # gathered
+        pytest.param("hsdp2x1", lambda module: module.blocks[2].bias, "blocks.2.bias", marks=slow),
+        pytest.param("tp2", lambda module: module.head.weight, "head.weight", marks=slow),
+    ],
+)
+def test_gradients_of_sharded_parameters_are_not_returned(mesh: str, choose: Any, name: str) -> None:
+    world, readers, options = MESHES[mesh]
+    with raises_on_all_ranks(ValueError, rf"`torch.autograd.grad` .* \({name}\).*self.manual_backward\(loss, inputs="):
+        run_ranks(lambda: fit(AsksForGradients(choose), FSDP2Strategy(**options), readers), world)
