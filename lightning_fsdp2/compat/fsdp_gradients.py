@@ -4,9 +4,9 @@ FSDP2 computes with gathered parameters, and only these are in autograd's graph.
 users register on sharded parameters, nor finds sharded parameters in the graph. Tested with torch 2.11 to 2.15.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,49 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2.compat.autograd import UnreducedGradient, has_gradient_hooks
 from lightning_fsdp2.compat.fsdp import get_parameter_groups
-from lightning_fsdp2.compat.torch import (
-    call_at_end_of_backward,
-    has_gradient_hooks,
-    is_in_backward,
-    make_wrapper_subclass,
-)
-
-# ---------------------------------------------------------------------- deferred gradients
-
-
-class UnreducedGradient(DTensor):
-    """Placeholder in ``parameter.grad`` for a gradient that FSDP2 has not reduced yet. Every use of it is an error.
-
-    Without it, ``parameter.grad`` would be None, although the parameter has a gradient in one process.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__get__":  # attributes, such as shape and dtype
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        raise_unreduced()
-
-    @property
-    def _local_tensor(self) -> NoReturn:  # type: ignore[override]
-        raise_unreduced()
-
-    @property
-    def _spec(self) -> NoReturn:  # type: ignore[override]
-        raise_unreduced()
-
-
-def raise_unreduced() -> NoReturn:
-    """Raise the error for a gradient that is used before it is reduced."""
-    raise ValueError(
-        "A gradient was used in the middle of an accumulation window, but gradients are reduced over the ranks only in"
-        " the last micro-batch (FSDP2Config.defer_fsdp_grad_sync). Use gradients in `on_before_optimizer_step`; or in"
-        " `on_after_backward`, since a module or callback with this hook makes every micro-batch reduce gradients; or"
-        " set defer_fsdp_grad_sync=False, if there are no replicas. In a plain loop, leave out `defer_grad_sync`."
-    )
+from lightning_fsdp2.compat.torch import call_at_end_of_backward, make_wrapper_subclass
 
 
 def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
@@ -96,9 +56,6 @@ def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
                 if memory in seen:
                     parameter._unsharded_param.grad = gradient.clone()
                 seen.add(memory)
-
-
-# ---------------------------------------------------------------------- hooks
 
 
 def watch_gradients(module: FSDPModule) -> None:
@@ -255,33 +212,6 @@ def _reduce_now(group: Any, *, enabled: bool) -> Iterator[None]:
 
 def _get_name(parameter: Any) -> str:
     return str(parameter._param_fqn or parameter._module_info.param_name)
-
-
-# ---------------------------------------------------------------------- backwards to some parameters
-
-
-@contextmanager
-def replace_backward_inputs(replace: Callable[[Sequence[Tensor], bool], Sequence[Tensor]]) -> Iterator[None]:
-    """Let ``replace`` choose the tensors to which backwards in the block compute gradients.
-
-    ``replace`` gets the tensors that a call of ``backward(inputs=...)`` or ``torch.autograd.grad`` names, and whether
-    the gradients are added to ``.grad``, as by ``backward``. It does not see calls inside a backward. torch has no
-    public hook for the beginning of a backward.
-    """
-    run = torch.autograd._engine_run_backward
-
-    def run_backward(
-        outputs: Any, gradients: Any, retain_graph: bool, create_graph: bool, inputs: Any, *args: Any, **options: Any
-    ) -> Any:
-        if inputs and not is_in_backward():
-            inputs = tuple(replace(inputs, options["accumulate_grad"]))
-        return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
-
-    torch.autograd._engine_run_backward = run_backward
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run
 
 
 def get_gathered_parameters(modules: Iterable[FSDPModule]) -> dict[int, tuple[str, Tensor]]:

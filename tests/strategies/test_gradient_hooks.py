@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from helpers.oracle import whole
 from helpers.ranks import raises_on_all_ranks, run_ranks
+from helpers.strategies import STRATEGIES
 from helpers.user_modules import WIDTH, Batch, Regressor, assert_same_weights, make_batches, make_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy, MegatronFSDPConfig, MegatronFSDPStrategy
 
 ACCUMULATE, STEPS = 2, 2
 
@@ -444,3 +445,86 @@ def test_gradients_of_sharded_parameters_are_not_returned(mesh: str, choose: Any
     world, readers, options = MESHES[mesh]
     with raises_on_all_ranks(ValueError, rf"`torch.autograd.grad` .* \({name}\).*self.manual_backward\(loss, inputs="):
         run_ranks(lambda: fit(AsksForGradients(choose), FSDP2Strategy(**options), readers), world)
+
+
+# ---------------------------------------------------------------------- other strategies
+
+
+class BackwardToSome(Regressor):
+    """Runs its backward to the parameters of a block alone."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(inputs=list(self.blocks[0].parameters()))
+
+
+class HooksEarly(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(clamp)
+
+
+class HooksLate(Regressor):
+    """Registers a hook between forward and backward."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.head.weight.register_hook(clamp)
+        return loss
+
+
+MEGATRON_MISTAKES: dict[str, tuple[Callable[[], pl.LightningModule], str]] = {
+    "early": (HooksEarly, r"head\.weight have hooks.*Change gradients in `on_before_optimizer_step`"),
+    "sharded": (lambda: Hooked("on_train_start"), r"blocks\.0\.weight.*, scale have hooks.*cannot run on reduced"),
+    "gathered": (HooksLate, r"parameters head\.weight have hooks.*cannot run on reduced"),
+    "after-backward": (Clips, r"middle of an accumulation window.*`on_before_optimizer_step`, or use FSDP2Strategy"),
+    "inputs": (
+        BackwardToSome,
+        r"`backward\(inputs=...\)` was called for parameters \(blocks.0.bias, blocks.0.weight\)",
+    ),
+    "grad": (lambda: AsksForGradients(lambda m: m.head.bias), r"`torch.autograd.grad` .* \(head.bias\).*FSDP2Strategy"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "zero_dp_strategy"),
+    [
+        ("sharded", 3),
+        pytest.param("early", 3, marks=slow),
+        pytest.param("gathered", 3, marks=slow),
+        ("after-backward", 2),
+        ("inputs", 3),
+        pytest.param("inputs", 0, marks=slow),
+        pytest.param("grad", 1, marks=slow),
+    ],
+)
+def test_megatron_fsdp_refuses_what_it_cannot_do(mistake: str, zero_dp_strategy: int) -> None:
+    kind = STRATEGIES["megatron_fsdp"]
+    make_module, message = MEGATRON_MISTAKES[mistake]
+
+    def run() -> None:
+        fit(make_module(), MegatronFSDPStrategy(config=MegatronFSDPConfig(zero_dp_strategy=zero_dp_strategy)), 2)
+
+    with raises_on_all_ranks(ValueError, message):
+        kind.run(run, 2)
+
+
+@pytest.mark.slow
+def test_ddp_runs_hooks_on_the_gradient_of_each_rank() -> None:
+    class Scaled(Regressor):
+        def on_train_start(self) -> None:
+            self.blocks[0].weight.register_hook(lambda gradient: gradient * 0.1)
+
+        def on_after_backward(self) -> None:
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.5)
+
+    expected = Scaled()
+    expected.on_train_start()
+    train_by_hand(expected, 2, after_backward=expected.on_after_backward)
+
+    def run() -> None:
+        module = Scaled()
+        fit(module, DDPStrategy(), 2)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, 2)

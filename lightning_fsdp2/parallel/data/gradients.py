@@ -257,7 +257,7 @@ def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
 def choose_backward_inputs(model: nn.Module, inputs: Sequence[Tensor], accumulates: bool) -> list[Tensor]:
     """Return the tensors that autograd knows instead of the sharded parameters in ``inputs``.
 
-    Use it with :func:`~lightning_fsdp2.compat.fsdp_gradients.replace_backward_inputs`.
+    Use it with :func:`~lightning_fsdp2.compat.autograd.replace_backward_inputs`.
 
     Args:
         model: A module that holds FSDP2 units.

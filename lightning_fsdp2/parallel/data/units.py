@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp2.compat.torch import has_gradient_hooks
+from lightning_fsdp2.compat.autograd import has_gradient_hooks
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh, get_shared_modules
 from lightning_fsdp2.modules.structure import (
@@ -116,7 +116,7 @@ def build_unit_plan(
             " that has a forward, and pass that module."
         )
     check_shardable(model, "FSDP2")
-    _check_no_hooks(model)
+    check_no_hooks(model, remedy="Register hooks after sharding, such as in `configure_optimizers`, or change")
     owners = get_parameter_owners(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
     layers = [_build_layer_units(blocks, reshard_after_forward) for blocks in layer_lists]
@@ -367,14 +367,22 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
         )
 
 
-def _check_no_hooks(model: nn.Module) -> None:
+def check_no_hooks(model: nn.Module, *, remedy: str = "Change") -> None:
+    """Refuse parameters with hooks on their gradients.
+
+    Args:
+        model: Model that is to be sharded.
+        remedy: Beginning of the sentence about gradients that ends the message.
+
+    Raises:
+        ValueError: If the model has such parameters; the message names them.
+    """
     names = get_parameter_names(model)
     hooked = [names[parameter] for parameter in get_parameter_owners(model) if has_gradient_hooks(parameter)]
     if hooked:
         raise ValueError(
             f"The parameters {', '.join(hooked)} have hooks (`register_hook`). These would be lost, because sharding"
-            " replaces the parameters. Register hooks after sharding, such as in `configure_optimizers`, or change"
-            " gradients in `on_before_optimizer_step`."
+            f" replaces the parameters. {remedy} gradients in `on_before_optimizer_step`."
         )
 
 
