@@ -103,7 +103,7 @@ class _PostBackward:
             raise ValueError(
                 f"A hook was registered on {_get_name(hooked[0])} in the middle of an accumulation window, so it would"
                 " see the gradients of several micro-batches at once. Register hooks before the first micro-batch of an"
-                " optimizer step, or set FSDP2Config(defer_fsdp_grad_sync=False)."
+                " optimizer step; or set FSDP2Config(defer_fsdp_grad_sync=False), if there are no replicas."
             )
         for parameter in hooked:
             if parameter not in self._earlier:

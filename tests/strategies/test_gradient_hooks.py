@@ -13,6 +13,7 @@ from helpers.ranks import raises_on_all_ranks, run_ranks
 from helpers.strategies import STRATEGIES
 from helpers.user_modules import WIDTH, Batch, Regressor, assert_same_weights, make_batches, make_trainer
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
@@ -160,6 +161,30 @@ def test_hooks_on_sharded_parameters_see_the_gradient_of_the_micro_batch_on_all_
         assert_same_weights(module, expected)
 
     run_ranks(run, world)
+
+
+class ShardsItself(Hooked):
+    """Calls ``fully_shard`` itself, as modules for Lightning's ``ModelParallelStrategy`` do."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.head, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+@pytest.mark.slow
+def test_hooks_run_in_a_module_that_shards_itself() -> None:
+    expected = Hooked("on_train_start")
+    train_by_hand(expected, 2)
+
+    def run() -> None:
+        module = ShardsItself("on_train_start")
+        fit(module, FSDP2Strategy(), 2)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, 2)
 
 
 class RegistersIn(Regressor):
