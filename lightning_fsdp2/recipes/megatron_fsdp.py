@@ -12,7 +12,7 @@ from lightning_fsdp2.mesh_axes import check_no_expert_parallel, check_no_pipelin
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
-from lightning_fsdp2.parallel.data.units import check_shardable
+from lightning_fsdp2.parallel.data.units import check_no_hooks, check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.megatron.driver import take_over_optimizer
@@ -67,6 +67,7 @@ def parallelize_with_megatron_fsdp(
     unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)
     check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
     check_shardable(model, "Megatron-FSDP")
+    check_no_hooks(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)

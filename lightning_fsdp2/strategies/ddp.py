@@ -150,7 +150,8 @@ class DDPStrategy(MeshStrategy[DDPManager]):
             exception.args = (
                 f"{exception}\nSome parameters do not contribute to the loss: freeze them, or set"
                 " DDPConfig(find_unused_parameters=True). Under manual optimisation, another cause is a"
-                " `loss.backward()`: call `self.manual_backward(loss)` instead.",
+                " `loss.backward()`: call `self.manual_backward(loss)` instead. DDP also needs the gradients of all"
+                " parameters, so `backward(inputs=...)` cannot leave out any.",
             )
         super().on_exception(exception)
 

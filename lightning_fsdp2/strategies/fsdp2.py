@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
+from lightning_fsdp2.compat.autograd import replace_backward_inputs
 from lightning_fsdp2.compat.fsdp import initialize_root
+from lightning_fsdp2.compat.fsdp_gradients import watch_gradients
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
@@ -26,7 +28,12 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.modules.wrapping import show_signature
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
-from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
+from lightning_fsdp2.parallel.data.gradients import (
+    choose_backward_inputs,
+    defer_grad_sync,
+    drop_deferred_gradients,
+    extend_zero_grad,
+)
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
 from lightning_fsdp2.sizes import ParallelSizes
@@ -148,6 +155,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             # keep this patch of transformers until teardown, because activation checkpointing reruns layers in backward
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
+        self._patches.enter_context(replace_backward_inputs(partial(choose_backward_inputs, self.lightning_module)))
         activate_context_parallel(self.lightning_module)
         if self.pipelining is not None:
             cast(Any, self.precision_plugin).pipeline = get_pipeline(self.lightning_module).shared.ranks
@@ -175,6 +183,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
+            for unit in get_fsdp_modules(module):
+                watch_gradients(unit)
             materialize(module, self.root_device, self.full_device_mesh)
         elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             _check_only_tensor_parallel(module, self.full_device_mesh)
@@ -269,8 +279,12 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         # Do not defer gradient reductions on a single rank. With a single rank, `training_step` may return None for
         # the last micro-batch. That micro-batch has no backward pass, so nothing would run the deferred reductions.
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
-        with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
-            yield
+        if self.steps.reads_gradients(self.lightning_module.trainer):
+            with self.steps.accumulating(defers=False):
+                yield
+        else:
+            with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
+                yield
 
 
 def _check_not_sharded_by_user(module: nn.Module, pp_size: int) -> None:

@@ -1,7 +1,7 @@
 """Megatron-FSDP for the Lightning Trainer: ``Trainer(strategy=MegatronFSDPStrategy())``."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
+from lightning_fsdp2.compat.autograd import replace_backward_inputs
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
@@ -94,6 +95,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
         super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
         self.averages_gradients = not config.calculate_per_token_loss
+        self._patches = ExitStack()
 
     @property
     def driver(self) -> Driver:
@@ -129,6 +131,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self.model = self.driver.wrapper
         self.driver.expect_writes()
         self._trained = self._get_trained()
+        self._patches.enter_context(replace_backward_inputs(self.driver.check_backward_inputs))
         activate_context_parallel(self.lightning_module)
 
     @override
@@ -153,6 +156,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @override
     def teardown(self) -> None:
+        self._patches.close()
         if self.lightning_module is not None:
             self.model = self.lightning_module
             deactivate_context_parallel(self.lightning_module)

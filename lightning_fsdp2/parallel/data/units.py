@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.torch import has_gradient_hooks
+from lightning_fsdp2.compat.autograd import has_gradient_hooks
+from lightning_fsdp2.compat.torch import get_storage_id
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh, get_shared_modules
 from lightning_fsdp2.modules.structure import (
@@ -117,7 +118,7 @@ def build_unit_plan(
             " that has a forward, and pass that module."
         )
     check_shardable(model, "FSDP2")
-    _check_no_hooks(model)
+    check_no_hooks(model, remedy="Register hooks after sharding, such as in `configure_optimizers`, or change")
     owners = get_parameter_owners(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
     layers = [_build_layer_units(blocks, reshard_after_forward) for blocks in layer_lists]
@@ -419,11 +420,9 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
 
 
 def _find_optional_views(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """Return two parameters that share memory, if there are any. Parameters on the meta device have no memory."""
-    plain = [p for p in parameters if not p.is_meta and not isinstance(p, DTensor)]
-    ranges = sorted(
-        ((p.untyped_storage().data_ptr(), p.storage_offset() * p.itemsize, number) for number, p in enumerate(plain))
-    )
+    """Return two parameters that share memory, if there are any."""
+    plain = [p for p in parameters if not isinstance(p, DTensor)]
+    ranges = sorted((get_storage_id(p), p.storage_offset() * p.itemsize, number) for number, p in enumerate(plain))
     for (storage, start, number), (other_storage, other_start, other) in itertools.pairwise(ranges):
         shape, strides = plain[number].shape, plain[number].stride()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -432,13 +431,22 @@ def _find_optional_views(parameters: Sequence[nn.Parameter]) -> tuple[nn.Paramet
     return None
 
 
-def _check_no_hooks(model: nn.Module) -> None:
+def check_no_hooks(model: nn.Module, *, remedy: str = "Change") -> None:
+    """Refuse parameters with hooks on their gradients.
+
+    Args:
+        model: Model that is to be sharded.
+        remedy: Beginning of the sentence about gradients that ends the message.
+
+    Raises:
+        ValueError: If the model has such parameters; the message names them.
+    """
     names = get_parameter_names(model)
     hooked = [names[parameter] for parameter in get_parameter_owners(model) if has_gradient_hooks(parameter)]
     if hooked:
         raise ValueError(
             f"The parameters {', '.join(hooked)} have hooks (`register_hook`). These would be lost, because sharding"
-            " replaces the parameters. Change gradients in `on_before_optimizer_step` instead."
+            f" replaces the parameters. {remedy} gradients in `on_before_optimizer_step`."
         )
 
 
