@@ -7,6 +7,7 @@ are needed for each stored tensor. Then the ranks write the files in parallel. E
 tensors that the ranks gather for this file.
 """
 
+import errno
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp2.checkpoint.files.drafts import Draft, check_free_space
+from lightning_fsdp2.checkpoint.files.drafts import Draft, check_free_space, discard_on_error
+from lightning_fsdp2.checkpoint.files.errors import name_file, say_what_is_kept
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import get_group_timeout
@@ -94,12 +96,12 @@ def export_hf(
             checkpoint is incomplete or does not record which model it contains. When ``pretrained`` is a different
             model. When ``out`` is remote, or when ``out`` is or contains the working directory or the checkpoint.
         FileExistsError: When ``out`` is not empty and ``overwrite`` is not set.
-        OSError: When ``out`` cannot be created, the disk does not have enough free space, or ``tokenizer`` cannot be
-            loaded.
+        OSError: When ``out`` cannot be created, the disk does not have enough free space, a file cannot be written, or
+            ``tokenizer`` cannot be loaded.
         FileNotFoundError: When the checkpoint does not exist, or when it leaves out frozen weights of a pretrained
             model whose directory does not exist.
-        RuntimeError: When a file cannot be written, or when a rank does not call this function within half the timeout
-            of the process group's collectives. All errors are raised on every rank, and an existing ``out`` is kept.
+        RuntimeError: When a rank does not call this function within half the timeout of the process group's
+            collectives. All errors are raised on every rank, and an existing ``out`` is kept.
     """
     _wait_for_all_ranks()
     if "://" in str(out):
@@ -136,20 +138,20 @@ def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer:
     drafts: list[Draft] = []  # only rank 0 appends a draft
 
     def start() -> Path:
-        check_free_space(out, layout.total_size)
+        check_free_space(out, layout.total_size, what="export")
         drafts.append(start_draft(out))
-        drafts[0].path.mkdir()
         # write the small files first, so that a wrong tokenizer is reported before the weights are written
-        _write_descriptions(drafts[0].path, weights, layout, tokenizer)
+        loaded = _load_tokenizer(tokenizer, weights.description["tokenizer"])
+        with say_what_is_kept(out, "export"), name_file(drafts[0].path):
+            drafts[0].path.mkdir()
+            _write_descriptions(drafts[0].path, weights, layout, loaded)
         return drafts[0].path
 
-    try:
-        _write_files(on_first_rank(start), weights, layout)
-        on_first_rank(lambda: _publish(drafts[0]))
-    except BaseException:
-        for draft in drafts:
-            draft.discard()
-        raise
+    with discard_on_error(drafts):
+        folder = on_first_rank(start)
+        with say_what_is_kept(out, "export"):
+            _write_files(folder, weights, layout)
+            on_first_rank(lambda: _publish(drafts[0]))
 
 
 def check_free(out: Path, overwrite: bool, source: str | Path | None = None, *, name: str = "out") -> None:
@@ -290,14 +292,13 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-        _sync(path)
-    except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"{path} could not be written: {error}") from error
+    except SafetensorError as error:  # raised also for errors of the file system
+        raise OSError(errno.EIO, str(error), str(path)) from error
+    _sync(path)
 
 
 def _write_descriptions(folder: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
     """Write the configs, the tokenizer and all other files except the weights."""
-    tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
     if weights.adapted is not None:
         write_adapter_config(folder, weights)
     else:
@@ -412,7 +413,7 @@ def _get_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
+    with name_file(path), open(path, "rb") as file:
         os.fsync(file.fileno())
 
 

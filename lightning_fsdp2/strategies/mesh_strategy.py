@@ -341,7 +341,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        RankLauncher.has_failed = isinstance(exception, Exception)  # `SystemExit` ends all ranks but is not a failure
+        RankLauncher.note_end(exception)
         self.batches.end_without_samples(exception)
         add_remedy(exception, self.hosts, context_parallel=self.cp_size > 1)
 

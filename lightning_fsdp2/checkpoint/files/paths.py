@@ -13,6 +13,7 @@ from lightning_fsdp2.checkpoint.files.drafts import (
     get_path,
     is_local,
 )
+from lightning_fsdp2.checkpoint.files.errors import raise_unreadable
 
 SMALL_FILES = (".metadata", METADATA_FILE)
 """Files that every checkpoint directory has."""
@@ -115,6 +116,11 @@ def _check_not_of_accelerate(path: AnyPath) -> None:
 
 
 def _is_archive(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path):
+            return True
+    except Exception as error:  # a damaged archive may raise any exception
+        raise_unreadable(error, path)  # `is_zipfile` would say that a file that cannot be read is no archive
     try:
         return zipfile.is_zipfile(path)
     except zipfile.BadZipFile:  # raised for a damaged file that looks like a multi-part archive

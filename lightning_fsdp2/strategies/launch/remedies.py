@@ -68,6 +68,12 @@ def get_optional_remedy(
             " module's weights without calling that module: under MegatronFSDPStrategy, name the class that contains"
             " both modules in `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`."
         )
+    if "can't start new thread" in str(exception):
+        return (
+            "This process may start no more threads or processes. Raise the limit (`ulimit -u`, or `pids` of the"
+            " container or the SLURM job), or start fewer: a smaller `num_workers` of the data loaders, `devices`, or"
+            " OMP_NUM_THREADS."
+        )
     is_lost = isinstance(exception, RuntimeError) and any(text in str(exception) for text in _PEER_IS_LOST)
     if is_lost and len(hosts) > 1:
         return f"Another rank has ended or no longer answers. {say_who_answers(hosts)}"

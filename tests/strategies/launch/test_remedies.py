@@ -124,6 +124,7 @@ def test_a_loss_of_a_part_of_the_sequence_has_a_remedy_under_context_parallelism
         (RuntimeError("Connection closed by peer [10.0.0.1]:3"), ["a"], None),
         (ValueError("Connection closed by peer [10.0.0.1]:3"), ["a", "b"], None),
         (catch(fail_in_grad_norm), [], "callbacks.GradientNorm"),
+        (RuntimeError("can't start new thread"), [], "ulimit -u"),
         (AttributeError("'NoneType' object has no attribute 'named_parameters'"), ["a", "b"], None),
     ],
 )
