@@ -14,7 +14,7 @@ from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
 from lightning_fsdp2.callbacks.standard_output import StandardOutput
 from lightning_fsdp2.callbacks.throughput import Throughput
-from lightning_fsdp2.compat.lightning import count_batches_of_resumed_epoch
+from lightning_fsdp2.compat.lightning import count_batches_of_epoch
 
 _BAR_WIDTH = 6
 
@@ -56,7 +56,7 @@ class TrainingProgressBar(RichProgressBar):
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
         steps = trainer.max_steps - trainer.global_step
-        done = count_batches_of_resumed_epoch(trainer) // trainer.accumulate_grad_batches
+        done = count_batches_of_epoch(trainer) // trainer.accumulate_grad_batches
         return min(trainer.num_training_batches, (done + steps) * trainer.accumulate_grad_batches)
 
     @override

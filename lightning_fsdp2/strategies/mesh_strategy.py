@@ -410,8 +410,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        stage = self.lightning_module.trainer.state.stage
-        self.batches.check_same(batch, str(stage.dataloader_prefix), dataloader_idx)
+        self.resumption.begin_batch(self.lightning_module.trainer)
+        self.batches.check_same(batch, str(self.lightning_module.trainer.state.stage.dataloader_prefix), dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ------------------------------------------------------------------ training steps

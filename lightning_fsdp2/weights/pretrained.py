@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2._git_lfs import LFS_POINTER, is_lfs_pointer
 from lightning_fsdp2.compat.transformers import drop_harmless_keys, finish_loading
 from lightning_fsdp2.modules.structure import find_peft_models, get_class_name
 from lightning_fsdp2.modules.stubs import get_absent_tensors, get_tensors, mark_initialized, with_skeletons
@@ -342,6 +343,8 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
                 " model again."
             ) from error
         except SafetensorError as error:
+            if is_lfs_pointer(name):
+                raise ValueError(f"{name} of pretrained={str(folder)!r} is {LFS_POINTER}.") from error
             raise ValueError(
                 f"{name} of pretrained={str(folder)!r} is damaged or was copied only partly ({error}); copy or"
                 " download it again."

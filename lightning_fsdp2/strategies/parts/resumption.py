@@ -10,12 +10,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2.compat.lightning import (
     begin_epoch_after_complete_one,
+    count_logged_steps,
     get_loader_states,
     get_loaders,
     is_epoch_cut_short,
     prepare_resume,
     reopen_epoch,
     restore_loader_states,
+    set_logged_step,
 )
 from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.parts.tracking import Tracking
@@ -46,6 +48,7 @@ class Resumption:
         self._tracking = tracking
         self._random_state: dict[str, Any] | None = None
         self._repeats_epoch = False
+        self._logged_steps: int | None = None
         self._last_loader_states: Sequence[Any] = ()
         self.epoch = 0
         self.micro_batches: tuple[int, int, Any] = (0, 0, None)
@@ -94,6 +97,7 @@ class Resumption:
         self.epoch = 0
         self.micro_batches = (0, 0, None)
         self._random_state = None
+        self._logged_steps = None
         self._repeats_epoch = False
 
     def take_from(self, checkpoint: dict[str, Any], trainer: "Trainer", *, is_fit: bool) -> None:
@@ -104,6 +108,7 @@ class Resumption:
         if states is not None:
             self._take(checkpoint, states)
         if "loops" in checkpoint:
+            self._logged_steps = count_logged_steps(checkpoint["loops"]["fit_loop"], trainer)
             self.epoch = prepare_resume(checkpoint["loops"]["fit_loop"], trainer)
 
     def _take(self, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
@@ -155,6 +160,16 @@ class Resumption:
         if self._random_state is not None:
             set_random_state(self._random_state, device)
             self._random_state = None
+
+    def begin_batch(self, trainer: "Trainer") -> None:
+        """Let a resumed run go on with the steps that loggers see. Call this before each batch.
+
+        Lightning may count the last step of the earlier run twice: once more in an iteration without a batch, if the
+        checkpoint was saved after a step with a validation.
+        """
+        if self._logged_steps is not None and trainer.training:
+            set_logged_step(trainer, self._logged_steps)
+            self._logged_steps = None
 
     def _restore_loader_positions(self, trainer: "Trainer") -> None:
         """Set Lightning's batch counts to the position of the restored data loaders.

@@ -1,5 +1,6 @@
 """Callback that logs token counts and a description of the run, and lets a resumed run continue its W&B run."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -160,6 +161,7 @@ class _Row:
     logger: Logger
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    has_warned: bool = False
 
     def log(self, metrics: dict[str, Any], step: int | None, **options: Any) -> None:
         # Only rank 0 holds metrics until the row is complete, because the loggers of the other ranks write nothing.
@@ -172,7 +174,15 @@ class _Row:
             self.write()
         self.step = step
         # read the values now: a tensor may change before the step is over
-        self.metrics |= {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+        values = {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+        self.metrics |= values
+        for name, value in values.items():
+            if "loss" in name and not math.isfinite(value) and not self.has_warned:
+                self.has_warned = True
+                rank_zero_warn(
+                    f"{name} of step {step} is {value}, so the weights may be spoilt; the callback NaNGuard ends a run"
+                    " before that."
+                )
 
     def write(self) -> None:
         metrics, self.metrics = self.metrics, {}
