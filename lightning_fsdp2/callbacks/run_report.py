@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_fsdp2._secrets import hide_arguments
 from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
 from lightning_fsdp2.callbacks.throughput import Throughput
-from lightning_fsdp2.loggers.run_identity import hide_arguments
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
 from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model

@@ -98,7 +98,7 @@ def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[st
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not leave_out(name)]
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not leave_out(name)]
-    return sorted(files)
+    return sorted(filter(Path.is_file, files))  # pipes and devices may never end
 
 
 @dataclass(frozen=True)

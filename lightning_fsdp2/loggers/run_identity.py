@@ -2,9 +2,8 @@
 
 import dataclasses
 import platform
-import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2._secrets import HIDDEN, hide_secrets, is_secret
 from lightning_fsdp2.compat.lightning import set_logged_hyperparameters
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.modules.stages import get_optional_stages
@@ -24,25 +24,10 @@ from lightning_fsdp2.modules.structure import get_class, get_class_name, get_hf_
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_SECRET_WORDS = r"token|secret|password|passwd|pass|pwd|passphrase|credential|auth|authorization|cookie|apikey|dsn|sas"
-
-_SECRET_NAME = re.compile(rf"(^|[_-])({_SECRET_WORDS}|key)s?$|(token|secret|password|passwd|apikey)s?$", re.IGNORECASE)
-"""Names of options that hold secrets, such as ``api_key``, ``hf-token`` and ``db_pass``, with words split by ``_``."""
-
-_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-"""Where a word begins in a name such as ``secretKey``."""
-
-# a password may have any character but a space or a quote, and ends at the last `@`
-_SECRET_IN_URL = re.compile(
-    r"""(?<=://)[^\s"'?#]*@|(?<=\?)[^\s"']*(?:sig|key|token|credential|secret|passw|pwd|auth)[^\s"']*""", re.IGNORECASE
-)
-
 _MOST_ITEMS = 200
 """Maximum length of a list or dict that is described item by item. A longer list or dict may be a whole dataset."""
 
 _GIT_TIMEOUT_SECONDS = 10
-
-_HIDDEN = "hidden"
 
 
 def describe_run(trainer: "Trainer", module: nn.Module) -> dict[str, Any]:
@@ -105,25 +90,6 @@ def describe_step(trainer: Any) -> str | None:
     )
 
 
-def hide_secrets(text: str) -> str:
-    """Return ``text`` without the passwords and keys that URLs in it may contain."""
-    return _SECRET_IN_URL.sub("", text)
-
-
-def hide_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line without secrets, such as the value of ``--data.init_args.api_key``."""
-    hidden, is_value = [], False
-    for word in arguments:
-        option, equals, _ = word.partition("=")
-        names_secret = option.startswith("-") and is_secret(option.rpartition(".")[2].lstrip("-"))
-        if is_value and not word.startswith("-"):
-            hidden.append(_HIDDEN)
-        else:
-            hidden.append(f"{option}={_HIDDEN}" if names_secret and equals else hide_secrets(word))
-        is_value = names_secret and not equals
-    return hidden
-
-
 def hide_hyperparameters(owner: Any) -> None:
     """Hide secrets in the hyper-parameters that loggers get, and warn of them, because checkpoints hold them too.
 
@@ -135,8 +101,8 @@ def hide_hyperparameters(owner: Any) -> None:
     if names := [name for name, value in values.items() if shown[name] is not value]:
         set_logged_hyperparameters(owner, shown)
         rank_zero_warn(
-            f"{type(owner).__name__}.save_hyperparameters() takes {', '.join(names)}, which may hold secrets. Loggers do"
-            " not get them, but checkpoints and config files hold them as they are. If they are secrets, use"
+            f"{type(owner).__name__}.save_hyperparameters() takes {', '.join(names)}, which may hold secrets. Loggers"
+            " do not get them, but checkpoints and config files hold them as they are. If they are secrets, use"
             f" save_hyperparameters(ignore={names}), and read them from the environment.",
             category=UserWarning,
         )
@@ -145,7 +111,7 @@ def hide_hyperparameters(owner: Any) -> None:
 def _hide(name: str, value: Any) -> Any:
     """Return ``value`` itself, or a copy without the secrets in it."""
     if is_secret(name) and isinstance(value, str | bytes) and value:
-        return _HIDDEN
+        return HIDDEN
     if isinstance(value, str):
         shown = hide_secrets(value)
         return value if shown == value else shown
@@ -156,11 +122,6 @@ def _hide(name: str, value: Any) -> Any:
         parts = [_hide(name, item) for item in value]
         return value if all(part is item for part, item in zip(parts, value, strict=True)) else parts
     return value
-
-
-def is_secret(name: str) -> bool:
-    """Return whether an option called ``name`` probably contains a secret."""
-    return _SECRET_NAME.search(_HUMP.sub("_", name)) is not None
 
 
 def _count_parameters(module: nn.Module) -> dict[str, int]:

@@ -73,7 +73,7 @@ def test_code_in_the_files_never_runs(
     asked: list[str] = []
     monkeypatch.setattr(builtins, "input", lambda text="": (asked.append(text), "y")[1])
     folder = write_folder(tmp_path / "model", config, OWN_TOKENIZER)
-    with pytest.raises(ValueError, match="has code of its own .* which this package never runs"):
+    with pytest.raises(ValueError, match=r"has code of its own .* which this package never runs"):
         read(folder)
     assert asked == []
     assert not (folder / "code-ran").exists()

@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -21,6 +23,10 @@ _PROBE_TIMEOUT = timedelta(seconds=5)
 
 _AGENT_TIMEOUT = timedelta(seconds=15)
 """Time to wait for the store of torchrun's agent. It is short, because the store exists before the ranks start."""
+
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
+_BACKLOG = 2048
+"""Number of ranks that may wait to be connected to the store, as in torch."""
 
 _MOST_NAMED = 5
 _MOST_LISTED = 64
@@ -59,6 +65,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             timeout=store_timeout,
             wait_for_workers=False,  # if the store itself timed out, it would not say which ranks are missing
             multi_tenant=True,
+            master_listen_fd=_listen_on_loopback(address, port) if rank == 0 and not is_agents else None,
         )
         # torchrun may keep its store when it restarts the ranks, so each restart uses a different prefix for its keys.
         # When a host rejoins the run, its torchrun agent may count restarts differently. The ranks of this host would
@@ -97,6 +104,27 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
         raise ValueError(fault)
     return store
+
+
+def _listen_on_loopback(address: str, port: int) -> int | None:
+    """Return a socket for the store of a run on one node, so that other hosts cannot reach the store.
+
+    By default, torch's store listens on all interfaces. Return None if ``address`` may be that of a network: a host's
+    name may stand for a loopback address on this host only. Also return None if the port is taken, perhaps by a store
+    of this process, which torch then uses again.
+    """
+    if not _LOOPBACK.fullmatch(address):
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        return None
+    return listener.detach()
 
 
 def refuse(differences: str) -> str:
