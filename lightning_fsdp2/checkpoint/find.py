@@ -4,6 +4,7 @@ import json
 import shlex
 from typing import Any
 
+from lightning_fsdp2._untrusted import check_inside
 from lightning_fsdp2.checkpoint.files.chunks import (
     CHECKSUM,
     CHECKSUMS_FILE,
@@ -143,9 +144,10 @@ def _read_summary(path: AnyPath) -> dict[str, Any]:
         with name_file(path / SUMMARY_FILE):
             summary: dict[str, Any] = json.loads((path / SUMMARY_FILE).read_bytes())
         int(summary["format_version"]) + sum(info["bytes"] for info in summary.get("files", {}).values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} cannot be read ({error!r}). Use an earlier"
             " checkpoint."
         ) from error
+    check_inside(summary.get("files", {}), f"{str(path)!r} ({SUMMARY_FILE})")
     return {**summary, "format_version": int(summary["format_version"])}

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from lightning_fsdp2._untrusted import check_not_compressed
 from lightning_fsdp2.checkpoint.files.chunks import CHECKSUM, raise_damaged, read_checksums
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath
 from lightning_fsdp2.checkpoint.files.errors import raise_unreadable
@@ -82,6 +83,7 @@ def _find_damaged_records(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[
     """Return a list with the first error in this rank's share of the file's zip entries, or [] if all are intact."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
+            check_not_compressed(archive)
             for record in archive.infolist()[rank::ranks]:
                 _read(archive, record)
     except Exception as error:  # a damaged archive may raise any exception

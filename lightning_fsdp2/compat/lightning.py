@@ -46,6 +46,11 @@ def logs_graph(logger: Logger) -> bool:
     return isinstance(logger, TensorBoardLogger) and bool(logger._log_graph)
 
 
+def set_logged_hyperparameters(owner: Any, values: dict[str, Any]) -> None:
+    """Replace the hyper-parameters that loggers get, of a LightningModule or a data module. Checkpoints keep theirs."""
+    owner._hparams_initial = type(owner._hparams_initial)(values)
+
+
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Set ``module.device_mesh``, as Lightning's own ``ModelParallelStrategy`` does."""
     module._device_mesh = mesh

@@ -103,7 +103,7 @@ def _walk(directory: Path, *, leave_out: Callable[[str], bool]) -> list[Path]:
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if not leave_out(name)]
         files += [Path(folder, name) for name in names if not leave_out(name)]
-    return sorted(files)
+    return sorted(filter(Path.is_file, files))  # pipes and devices may never end
 
 
 def _count_endings(files: Sequence[str | Path]) -> str:

@@ -25,6 +25,7 @@ from lightning_fsdp2.checkpoint.files.errors import name_file, say_what_is_kept
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import get_group_timeout
+from lightning_fsdp2.compat.transformers import load_without_code
 from lightning_fsdp2.export.adapters import build_adapter_file_layout, merge_adapter, write_adapter_config
 from lightning_fsdp2.export.files import FileLayout, build_file_layout
 from lightning_fsdp2.export.sources import Weights, open_checkpoint, open_module
@@ -353,13 +354,11 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 def _load_tokenizer(tokenizer: Any, default: str) -> Any:
     """Load ``tokenizer`` if it is a directory or hub id; if it is None, load the tokenizer at ``default``, if any."""
-    from transformers import AutoTokenizer
-
     if isinstance(tokenizer, str | Path):
         if Path(tokenizer).is_dir() and not _has_tokenizer(tokenizer):
             raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory has no tokenizer files.")
         try:
-            return AutoTokenizer.from_pretrained(tokenizer)
+            return load_without_code("AutoTokenizer", tokenizer)
         except (OSError, ValueError) as error:
             is_there = Path(tokenizer).is_dir()
             problem = (
@@ -369,7 +368,7 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
                 f"export_hf(tokenizer={str(tokenizer)!r}): {problem}: {str(error).partition(chr(10))[0]}"
             ) from error
     if tokenizer is None and _has_tokenizer(default):
-        return AutoTokenizer.from_pretrained(default, local_files_only=True)
+        return load_without_code("AutoTokenizer", default, local_files_only=True)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(
             f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a transformers tokenizer, since it has no"

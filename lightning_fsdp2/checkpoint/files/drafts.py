@@ -180,6 +180,8 @@ def clean_folder(folder: AnyPath) -> None:
     if not is_local(folder):
         return
     for lock_file in folder.glob(f"{_PREFIX}*.lock"):
+        if lock_file.with_suffix("").is_symlink():  # nobody's draft; its target is another folder
+            continue
         try:
             lock = os.open(lock_file, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:  # another process has removed the lock file, another user owns it, or it is a link

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint, set_crc32_options
 
+from lightning_fsdp2._untrusted import check_inside, check_not_compressed
 from lightning_fsdp2.checkpoint.files.chunks import Chunk, compute_checksum, raise_damaged, read_checksums
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath, get_path, is_local
 from lightning_fsdp2.checkpoint.files.errors import name_file, raise_unreadable
@@ -49,7 +50,6 @@ _METADATA_GLOBALS = {
     ("datetime", "timedelta"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13
 }
 
 
@@ -241,6 +241,8 @@ class CheckpointReader(FileSystemReader):
         with (cast(AnyPath, self.path) / ".metadata").open("rb") as file:
             unpickler = pickle.Unpickler if self._trust else _MetadataUnpickler
             metadata: Metadata = unpickler(cast(Any, file)).load()
+        names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        check_inside(names, f"{str(self.path)!r} (.metadata)")
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -422,6 +424,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler for ``.metadata`` that refuses all classes and functions except those that DCP writes there."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Python 3.13 writes the name of a private module, which other versions do not have
+        module = "pathlib" if module == "pathlib._local" else module
         if (module, name) not in _METADATA_GLOBALS and not _is_metadata(module, name):
             raise RefusedError(f".metadata names {module}.{name}.")
         return super().find_class(module, name)
@@ -434,6 +438,7 @@ def _check_pickle(archive: Any, path: AnyPath) -> None:
     """
     try:
         with zipfile.ZipFile(archive) as file:
+            check_not_compressed(file)
             (record,) = (info for info in file.infolist() if info.filename.endswith("/data.pkl"))
             if record.CRC != 0:
                 file.read(record)

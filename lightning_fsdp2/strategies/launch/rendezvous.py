@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -28,6 +30,10 @@ _GRACE_SECONDS = 5.0
 
 _met = set[tuple[str, int]]()
 """Addresses and ports of stores at which this process has met all ranks. It may meet them there again."""
+
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
+_BACKLOG = 2048
+"""Number of ranks that may wait to be connected to the store, as in torch."""
 
 _MOST_NAMED = 5
 _MOST_LISTED = 64
@@ -115,6 +121,8 @@ def _connect(address: str, port: int, rank: int, world_size: int, *, is_master: 
         try:
             # if the store itself waited for the ranks, it would not say which ranks are missing
             options: dict[str, Any] = {"is_master": is_master, "wait_for_workers": False, "multi_tenant": True}
+            if is_master:
+                options["master_listen_fd"] = _listen_on_loopback(address, port)
             outcome.set_result(TCPStore(address, port, world_size, timeout=timeout, **options))
         except BaseException as error:
             outcome.set_exception(error)
@@ -137,6 +145,27 @@ def _refuse_store_of_others(address: str, port: int, rank: int, world_size: int)
         f" {port} is taken by another run, or rank {rank} was started again. Set MASTER_PORT to a free one, or start"
         " all ranks again."
     )
+
+
+def _listen_on_loopback(address: str, port: int) -> int | None:
+    """Return a socket for the store of a run on one node, so that other hosts cannot reach the store.
+
+    By default, torch's store listens on all interfaces. Return None if ``address`` may be that of a network: a host's
+    name may stand for a loopback address on this host only. Also return None if the port is taken, perhaps by a store
+    of this process, which torch then uses again.
+    """
+    if not _LOOPBACK.fullmatch(address):
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        return None
+    return listener.detach()
 
 
 def refuse(differences: str) -> str:

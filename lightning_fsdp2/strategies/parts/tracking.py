@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.compat.ledger import get_ledger, has_own
 from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
-from lightning_fsdp2.loggers.run_identity import describe_run, describe_step
+from lightning_fsdp2.loggers.run_identity import describe_run, describe_step, hide_hyperparameters
 from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
 from lightning_fsdp2.ranks.whole_tensors import gather
 
@@ -94,6 +94,8 @@ class Tracking(Callback):
         # from this hook on, accessing `experiment` of a logger starts the W&B run
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
+        for owner in (pl_module, cast(Any, trainer).datamodule):
+            hide_hyperparameters(owner)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

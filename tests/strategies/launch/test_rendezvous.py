@@ -137,6 +137,44 @@ def test_rank_0_whose_store_it_is_waits_until_all_know_the_error(monkeypatch: py
         run_ranks(run, 2, group=False)
 
 
+@pytest.mark.guarantees("loopback")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_the_store_of_one_node_listens_on_the_loopback_only(address: str) -> None:
+    """Any other address of this host reaches a store that listens on all interfaces."""
+
+    def run() -> list[bool]:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        store = peers.meet(address, port, rank, 2, timeout=timedelta(seconds=20), run={})
+        found = []
+        for host in ("127.0.0.1", "127.0.0.2"):
+            with socket.socket() as client:
+                found.append(client.connect_ex((host, port)) == 0)
+        if rank == 1:
+            store.set("checked", "")
+        store.wait(["checked"])  # rank 0 has the store
+        return found
+
+    assert run_ranks(run, 2, group=False) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("address", ["node-1", "10.0.0.1", "127.example.org", "localhost.example.org"])
+def test_other_addresses_are_left_to_torch(address: str) -> None:
+    assert peers._listen_on_loopback(address, 0) is None
+
+
+def test_a_process_meets_twice_at_the_same_port() -> None:
+    def run() -> list[bytes]:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        stores = []
+        for attempt in ("0", "1"):
+            os.environ.update(TORCHELASTIC_RESTART_COUNT=attempt)
+            stores.append(peers.meet("127.0.0.1", port, rank, 1, timeout=timedelta(seconds=20), run={}))
+            stores[-1].set("key", attempt)
+        return [store.get("key") for store in stores]
+
+    assert run_ranks(run, 1, group=False) == [[b"1", b"1"]]
+
+
 def test_only_so_many_ranks_are_listed() -> None:
     for ranks, end in ((64, "31 (a), 31 (a). Give every"), (66, "31 (a), 31 (a), .... Give every")):
         arrivals = [(rank // 2, "a", {}) for rank in range(ranks)]
