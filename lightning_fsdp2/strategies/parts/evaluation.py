@@ -2,13 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_fsdp2.compat.ledger import get_ledger
+from lightning_fsdp2.compat.lightning_loops import (
+    forget_logged_value,
+    get_logged_metrics,
+    get_metric_states,
+    surround_fillers,
+)
+from lightning_fsdp2.modules.structure import find_metrics
 from lightning_fsdp2.parallel.data.branches import check_end
+from lightning_fsdp2.strategies.parts.dataloading import count_own_batches
 from lightning_fsdp2.strategies.parts.step_region import StepRegion
 from lightning_fsdp2.strategies.parts.world import World
 
@@ -27,12 +36,17 @@ class Evaluation:
         self._predictions = 0
         self._missing: dict[float, int] = {}
 
-    def leave_inference_mode(self, trainer: Any) -> None:
-        """Make the Trainer evaluate under ``no_grad`` instead of inference mode, until the strategy's teardown."""
+    def prepare_loops(self, trainer: Any) -> None:
+        """Prepare the Trainer's loops for evaluations, until the strategy's teardown.
+
+        They evaluate under ``no_grad`` instead of inference mode, and what a filler logs does not count.
+        """
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             get_ledger(trainer).replace(
                 loop, "inference_mode", False, reason="parameters gathered in it could not be trained"
             )
+
+        surround_fillers(trainer, count_own_batches, partial(_without_weight, trainer))
 
     def begin_predictions(self, batches: list[int | float]) -> None:
         """Find out how many more prediction steps other ranks make than this rank, for each data loader.
@@ -80,3 +94,27 @@ def _outside_inference_mode() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         yield
+
+
+@contextmanager
+def _without_weight(trainer: Any) -> Iterator[None]:
+    """Run the block, and then undo its effect on the module's metrics and on the logged values.
+
+    The block still logs, since ranks may reduce a value as soon as it is logged.
+    """
+    before = {metric: get_metric_states(metric) for metric in _find_metrics(trainer)}
+    yield
+    for metric, states in before.items():
+        vars(metric).update(states)
+    for metric in get_logged_metrics(trainer):
+        if metric not in before:
+            forget_logged_value(metric)
+
+
+def _find_metrics(trainer: Any) -> list[Any]:
+    logged = get_logged_metrics(trainer)
+    return [
+        *find_metrics(trainer.lightning_module),
+        *logged,
+        *(metric.value for metric in logged if not metric.is_tensor),
+    ]
