@@ -26,6 +26,8 @@ from lightning_fsdp2.strategies.parts.dataloading import draw_order_from_shared_
 
 CPU = torch.device("cpu")
 
+TP_PLAN = {"tp_plan": {"layer.2": "rowwise_split_input"}}
+
 make_trainer = partial(user_modules.make_trainer, max_steps=3)
 
 
@@ -109,7 +111,7 @@ def train(
         ("fsdp2", 2, {}),
         ("ddp", 2, {}),
         pytest.param("megatron", 2, {}, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 4, {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 4, {"tp_size": 2, "config": TP_PLAN}, marks=pytest.mark.slow),
         pytest.param("fsdp2", 4, {"dp_replicate_size": 2}, marks=pytest.mark.slow),
     ],
 )
@@ -242,7 +244,8 @@ def test_ranks_that_share_out_an_order_draw_the_same_order_in_each_epoch(sampler
         return [rows for rows, _ in train(loader=loader, trainer={"max_epochs": 3, "max_steps": -1}).read]
 
     results = run_ranks(run, 2)
-    epochs = [sum((rows for read in results for rows in read[3 * epoch : 3 * epoch + 3]), []) for epoch in range(3)]
+    batches = [[batch for read in results for batch in read[3 * epoch : 3 * epoch + 3]] for epoch in range(3)]
+    epochs = [[sample for batch in epoch for sample in batch] for epoch in batches]
     assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
     assert len({str(epoch) for epoch in epochs}) == 3
 
@@ -341,7 +344,7 @@ def test_a_resume_on_as_many_data_ranks_is_exact(checkpoint: Any, random_numbers
     [
         (1, {}, True),
         (2, {"random_numbers": "shared"}, True),
-        pytest.param(4, {"tp_size": 2}, False, marks=pytest.mark.slow),
+        pytest.param(4, {"tp_size": 2, "config": TP_PLAN}, False, marks=pytest.mark.slow),
     ],
 )
 def test_masks_that_cannot_be_kept_are_told_once(

@@ -17,10 +17,10 @@ from lightning_fsdp2.ranks.own_random import shared_random_numbers
 from lightning_fsdp2.ranks.same_batches import get_batch_fingerprint
 from lightning_fsdp2.strategies.launch.remedies import is_raised_in
 from lightning_fsdp2.strategies.parts.dataloading import (
-    EvaluationSampler,
     build_evaluation_sampler,
     draw_order_from_shared_numbers,
     fill_up,
+    get_optional_evaluation_sampler,
     keep_in_step,
 )
 from lightning_fsdp2.strategies.parts.world import World
@@ -63,7 +63,7 @@ class Batches:
             set_sampler_epoch(loader, resumed_epoch)
         if has_own_numbers:
             draw_order_from_shared_numbers(loader)
-        if isinstance(getattr(loader, "sampler", None), EvaluationSampler):
+        if get_optional_evaluation_sampler(loader) is not None:
             return fill_up(loader, self._world.control_group)
         may_drop = state.fn != TrainerFn.PREDICTING
         return keep_in_step(loader, self._world.control_group, may_drop=may_drop)

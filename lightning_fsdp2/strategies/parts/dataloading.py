@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,13 @@ def build_evaluation_sampler(
     if isinstance(loader.sampler, RandomSampler | SequentialSampler):
         return EvaluationSampler(loader.dataset, num_replicas, rank, shuffle=shuffle)
     return EvaluationSampler(loader.dataset, num_replicas, rank, shuffle=False, order=loader.sampler)
+
+
+def get_optional_evaluation_sampler(loader: Any) -> EvaluationSampler | None:
+    """Return the sampler of ``loader`` if it is one from :func:`build_evaluation_sampler`."""
+    of_batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    samplers = (getattr(loader, "sampler", None), of_batches)  # a batch sampler of the user's own has the second only
+    return next((sampler for sampler in samplers if isinstance(sampler, EvaluationSampler)), None)
 
 
 class _SharedOrder:
@@ -126,7 +133,7 @@ def fill_up(loader: DataLoader[Any], group: dist.ProcessGroup | None) -> Any:
     length = _get_optional_length(loader)
     if group is None or length is None:
         return keep_in_step(loader, group, may_drop=True)
-    own = length if loader.sampler.own_samples else 0  # type: ignore[attr-defined]
+    own = length if cast(EvaluationSampler, get_optional_evaluation_sampler(loader)).own_samples else 0
     lengths: list[Any] = [None] * group.size()
     dist.all_gather_object(lengths, (length, own), group=group)
     _check_not_empty([length for length, _ in lengths])

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
 from lightning_fsdp2.compat.ledger import get_ledger
 from lightning_fsdp2.compat.lightning_loops import (
@@ -98,16 +99,20 @@ def _outside_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def _without_weight(trainer: Any) -> Iterator[None]:
-    """Run the block, and then undo its effect on the module's metrics and on the logged values.
+    """Run the block, and then undo its effect on the module's metrics and attributes, and on the logged values.
 
     The block still logs, since ranks may reduce a value as soon as it is logged.
     """
-    before = {metric: get_metric_states(metric) for metric in _find_metrics(trainer)}
+    attributes = _get_own_attributes(trainer.lightning_module)
+    # a list of pairs, because the hash of a metric changes with its states
+    before = [(metric, get_metric_states(metric)) for metric in _find_metrics(trainer)]
+    known = {id(metric) for metric, _ in before}
     yield
-    for metric, states in before.items():
+    for metric, states in before:
         vars(metric).update(states)
+    _restore_attributes(trainer.lightning_module, attributes)
     for metric in get_logged_metrics(trainer):
-        if metric not in before:
+        if id(metric) not in known:
             forget_logged_value(metric)
 
 
@@ -118,3 +123,28 @@ def _find_metrics(trainer: Any) -> list[Any]:
         *logged,
         *(metric.value for metric in logged if not metric.is_tensor),
     ]
+
+
+def _get_own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return copies of the attributes in which a user's module may add up results: numbers, tensors, lists and dicts."""
+    inherited = vars(LightningModule())
+    kinds = int | float | Tensor | list | dict | None
+    own = {name: value for name, value in vars(module).items() if name not in inherited and isinstance(value, kinds)}
+    return {name: value.clone() if isinstance(value, Tensor) else _copy_lists(value) for name, value in own.items()}
+
+
+def _copy_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copy_lists(part) for name, part in value.items()}
+    return [_copy_lists(part) for part in value] if isinstance(value, list) else value
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    for name, before in attributes.items():
+        value = getattr(module, name)
+        if isinstance(before, list | dict) and isinstance(value, list | dict):
+            if before:  # a rank without samples keeps what its filler has added, as an empty list may have no mean
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+        else:
+            setattr(module, name, before)
