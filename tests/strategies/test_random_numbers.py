@@ -104,7 +104,7 @@ def train(
 # ---------------------------------------------------------------------- what is drawn
 
 
-@pytest.mark.guarantees("own-random-numbers")
+@pytest.mark.guarantees("own-random-numbers", "replica-random-numbers")
 @pytest.mark.parametrize(
     ("strategy", "ranks", "options"),
     [

@@ -126,7 +126,7 @@ def _find_metrics(trainer: Any) -> list[Any]:
 
 
 def _get_own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return copies of the attributes in which a user's module may add up results: numbers, tensors, lists and dicts."""
+    """Return copies of the attributes in which a module may add up results: numbers, tensors, lists and dicts."""
     inherited = vars(LightningModule())
     kinds = int | float | Tensor | list | dict | None
     own = {name: value for name, value in vars(module).items() if name not in inherited and isinstance(value, kinds)}
