@@ -85,8 +85,11 @@ def _run_evaluation_step(
 
 
 def get_logged_metrics(trainer: Trainer) -> list[Any]:
-    """Return the metrics in which Lightning collects what ``self.log`` has logged in the current stage."""
-    return list(cast(Any, trainer)._results.values())
+    """Return the metrics in which Lightning collects what ``self.log`` has logged since the evaluation began.
+
+    Lightning also holds the metrics of earlier evaluations, which have been reset.
+    """
+    return [metric for metric in cast(Any, trainer)._results.values() if not metric.has_reset]
 
 
 def get_metric_states(metric: Metric) -> dict[str, Any]:

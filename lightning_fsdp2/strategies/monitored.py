@@ -78,8 +78,8 @@ class _AgreeingPlateau:
         self._agree = agree
         self._timeout = timeout
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # users tell schedulers apart by their class
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # users tell schedulers apart by their class
         return type(self._scheduler)
 
     def __getattr__(self, name: str) -> Any:

@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,10 +130,10 @@ def fill_up(loader: DataLoader[Any], group: dist.ProcessGroup | None) -> Any:
     Raises:
         ValueError: When a rank has no batches.
     """
-    length = _get_optional_length(loader)
-    if group is None or length is None:
+    length, sampler = _get_optional_length(loader), get_optional_evaluation_sampler(loader)
+    if group is None or length is None or sampler is None:
         return keep_in_step(loader, group, may_drop=True)
-    own = length if cast(EvaluationSampler, get_optional_evaluation_sampler(loader)).own_samples else 0
+    own = length if sampler.own_samples else 0
     lengths: list[Any] = [None] * group.size()
     dist.all_gather_object(lengths, (length, own), group=group)
     _check_not_empty([length for length, _ in lengths])

@@ -128,7 +128,7 @@ def _find_metrics(trainer: Any) -> list[Any]:
 def _get_own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return copies of the attributes in which a module may add up results: numbers, tensors, lists and dicts."""
     inherited = vars(LightningModule())
-    kinds = int | float | Tensor | list | dict | None
+    kinds = (int, float, Tensor, list, dict, type(None))
     own = {name: value for name, value in vars(module).items() if name not in inherited and isinstance(value, kinds)}
     return {name: value.clone() if isinstance(value, Tensor) else _copy_lists(value) for name, value in own.items()}
 
