@@ -37,7 +37,7 @@ from lightning_fsdp2.parallel.data.gradients import (
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
+from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import get_differences, tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
@@ -79,6 +79,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
+        random_numbers: Which random numbers ranks draw in training, such as for dropout, noise and augmentation.
+            ``"per_data_rank"``: ranks that read different data draw different numbers. ``"shared"``: all ranks draw the
+            same numbers.
 
     Raises:
         TypeError: When an argument is unknown or has the wrong type.
@@ -107,6 +110,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         timeout: timedelta = timedelta(minutes=30),
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
+        random_numbers: RandomNumbers = "per_data_rank",
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         check_timeouts(type(self).__name__, **timeouts)
@@ -120,7 +124,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             ep_size=ep_size,
             pp_size=pp_size,
         )
-        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
+        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, random_numbers=random_numbers, **timeouts)
         self._patches = ExitStack()
         self.pipelining: Pipelining | None = None
 

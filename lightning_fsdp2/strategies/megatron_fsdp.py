@@ -21,7 +21,7 @@ from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
+from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
@@ -54,6 +54,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
+        random_numbers: Which random numbers ranks draw in training, such as for dropout, noise and augmentation.
+            ``"per_data_rank"``: ranks that read different data draw different numbers. ``"shared"``: all ranks draw the
+            same numbers.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
@@ -86,6 +89,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         timeout: timedelta = timedelta(minutes=30),
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
+        random_numbers: RandomNumbers = "per_data_rank",
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         check_timeouts(type(self).__name__, **timeouts)
@@ -93,7 +97,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         checkpoint = read_options(type(self).__name__, "checkpoint", checkpoint, CheckpointConfig)
         import_megatron_fsdp()
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
-        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
+        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, random_numbers=random_numbers, **timeouts)
         self.averages_gradients = not config.calculate_per_token_loss
         self._patches = ExitStack()
 
