@@ -17,7 +17,7 @@ from lightning_fsdp2.compat.torch import all_gather_tensor, get_shard
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Function that computes an operation on DTensors, given the operation and its arguments."""
 
-_HANDLERS: dict[Any, Handler] = DTensor._op_dispatcher._custom_op_handlers
+_HANDLERS: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
 _EARLIER: dict[Any, Handler | None] = {}
 """torch's own handlers of operations that have another handler now."""

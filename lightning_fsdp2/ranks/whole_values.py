@@ -18,11 +18,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.dtensor import compute_as_dtensor, has_values, keep_nan_of_any_rank, set_handler, set_method
 from lightning_fsdp2.compat.torch import StridedShard, get_group_timeout
 from lightning_fsdp2.ranks.coordination import get_group_of_ranks
+from lightning_fsdp2.ranks.pieces import is_uneven
 from lightning_fsdp2.ranks.whole_random import draw_whole_random_numbers
 from lightning_fsdp2.ranks.whole_tensors import gather
 
@@ -74,7 +75,8 @@ def _is_spread(value: DTensor) -> bool:
 
 
 def _read_scalar(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operation(get_whole(*args))
+    value: DTensor = args[0]
+    return operation(get_whole(value))
 
 
 def _are_equal(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,10 +90,16 @@ def _are_close(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _find_extreme(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Find an extreme of a tensor of which some ranks hold no element: torch raises an error on these ranks only."""
+    """Find an extreme, or its index, also in shards in which torch cannot.
+
+    If a rank holds no element, torch raises an error on this rank only. It finds no index in weights that FSDP2 has
+    sharded after tensor parallelism.
+    """
     value, *rest = args
-    if isinstance(value, DTensor) and has_values(value) and _is_empty_on_a_rank(value):
-        value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    if isinstance(value, DTensor) and has_values(value):
+        is_index = operation in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)
+        if _may_be_empty_on_a_rank(value) or (is_index and any(isinstance(p, StridedShard) for p in value.placements)):
+            value = DTensor.from_local(gather(value), value.device_mesh, run_check=False)
     return compute_as_dtensor(operation, (value, *rest), kwargs)
 
 
@@ -100,7 +108,9 @@ def _compute_norm(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return (_find_extreme if is_extreme else compute_as_dtensor)(operation, args, kwargs)
 
 
-def _is_empty_on_a_rank(value: DTensor) -> bool:
+def _may_be_empty_on_a_rank(value: DTensor) -> bool:
+    if is_uneven(value):
+        return True
     sizes = [*value.shape]
     for placement, ranks in zip(value.placements, value.device_mesh.shape, strict=True):
         if placement.is_shard() or isinstance(placement, StridedShard):

@@ -66,6 +66,7 @@ def check(layouts: dict[str, tuple[tuple[int, ...], list[Any]]]) -> None:
             assert len(results[1].to_local().unique()) <= len(results[0].unique()), (layout, name)
 
 
+@pytest.mark.guarantees("whole-random-values")
 def test_random_values_are_those_of_one_process() -> None:
     run_ranks(check, 2, {"rows": ((2,), [Shard(0)])})
 

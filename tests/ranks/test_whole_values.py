@@ -127,6 +127,7 @@ def check(layouts: dict[str, tuple[tuple[int, ...], list[Any]]]) -> None:
                 assert value == expected or value == pytest.approx(expected, rel=1e-5), (layout, name, value, expected)
 
 
+@pytest.mark.guarantees("whole-values")
 def test_every_reduction_check_and_way_to_read_gives_the_value_of_the_whole() -> None:
     run_ranks(check, 2, {"rows": ((2,), [Shard(0)])})
 
@@ -174,6 +175,7 @@ def read_on_one_rank(limit: float) -> None:
     time.sleep(2 * limit)
 
 
+@pytest.mark.guarantees("value-on-one-rank")
 def test_a_value_that_one_rank_reads_alone_is_an_error_that_names_the_line() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(read_on_one_rank, 2, 1.0)

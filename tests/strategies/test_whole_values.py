@@ -3,14 +3,17 @@
 import csv
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.families import make_family_model
+from helpers.models import make_token_batches
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from helpers.user_modules import Regressor, make_batches, make_trainer
+from helpers.user_modules import Regressor, WithModel, make_batches, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -104,6 +107,7 @@ def flatten(values: Any) -> Iterator[Any]:
         yield values
 
 
+@pytest.mark.guarantees("whole-values", "whole-random-values")
 def test_hooks_optimizers_and_loggers_read_whole_values_and_draw_whole_numbers(tmp_path: Path) -> None:
     run_ranks(check, 2, {}, tmp_path, group=False)
 
@@ -111,3 +115,41 @@ def test_hooks_optimizers_and_loggers_read_whole_values_and_draw_whole_numbers(t
 @pytest.mark.slow
 def test_they_do_so_under_hybrid_sharding(tmp_path: Path) -> None:
     run_ranks(check, 4, {"dp_replicate_size": 2}, tmp_path, group=False)
+
+
+class ReadsModel(WithModel):
+    """Reads every gradient of a language model in a hook."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(partial(make_seeded_model, family))
+        self.read: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            self.read += [float(parameter.grad.norm()), parameter.grad.abs().max().item(), parameter.sum().item()]
+        self.read.append(sum(parameter.grad.norm().item() ** 2 for parameter in self.parameters()) ** 0.5)
+
+
+def make_seeded_model(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    return make_family_model(family)
+
+
+def check_model(sizes: dict[str, int], family: str) -> None:
+    results = []
+    for strategy in (FSDP2Strategy(**sizes), "auto"):
+        module = ReadsModel(family)
+        batches = make_token_batches(2, ragged=False)
+        make_trainer(strategy, max_steps=2).fit(module, DataLoader(batches, batch_size=None))
+        results.append(module.read)
+    assert len(results[0]) > 2
+    assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "family"),
+    [({"tp_size": 2}, "llama"), ({"ep_size": 2}, "qwen3_moe"), ({"dp_replicate_size": 2, "tp_size": 2}, "llama")],
+)
+def test_gradients_of_tensor_and_expert_parallel_weights_are_read_whole(sizes: dict[str, int], family: str) -> None:
+    run_ranks(check_model, 4, sizes, family, group=False)
