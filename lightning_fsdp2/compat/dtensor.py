@@ -23,7 +23,10 @@ _EARLIER: dict[Any, Handler | None] = {}
 """torch's own handlers of operations that have another handler now."""
 
 _REDUCE = Partial._reduce_value
-"""Method with which DTensor completes a value of which each rank has a part. It calls an all-reduce."""
+"""Method of torch that combines the parts of a value."""
+
+READ_SCALAR: Any = torch.ops.aten._local_scalar_dense.default
+"""Operation that ``item()``, ``float()``, ``int()`` and ``bool()`` of a tensor consist of."""
 
 
 def set_handler(operation: Any, handler: Handler) -> None:

@@ -8,8 +8,8 @@ To read a whole value, ranks communicate. So they first compare, on the host, th
 alone would take part in another rank's next collective, or wait for ever.
 """
 
+import inspect
 import math
-import sys
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.dtensor import compute_as_dtensor, has_values, keep_nan_of_any_rank, set_handler, set_method
+from lightning_fsdp2.compat.dtensor import (
+    READ_SCALAR,
+    compute_as_dtensor,
+    has_values,
+    keep_nan_of_any_rank,
+    set_handler,
+    set_method,
+)
 from lightning_fsdp2.compat.torch import StridedShard, get_group_timeout
 from lightning_fsdp2.ranks.coordination import get_group_of_ranks
 from lightning_fsdp2.ranks.pieces import is_uneven
@@ -43,7 +50,7 @@ def treat_dtensors_as_whole() -> None:
     keep_nan_of_any_rank()
     aten = torch.ops.aten
     # in inference mode, DTensor gets `item` and `is_nonzero` themselves, not the operation that they consist of
-    for operation in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):
+    for operation in (READ_SCALAR, aten.item.default, aten.is_nonzero.default):
         set_handler(operation, _read_scalar)
     for packet in (aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin):
         set_handler(packet.default, _find_extreme)
@@ -86,7 +93,8 @@ def _are_equal(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _are_close(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return get_whole(torch.isclose(*args, **kwargs).all()).item()
+    is_close: Any = torch.isclose(*args, **kwargs).all()
+    return get_whole(is_close).item()
 
 
 def _find_extreme(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,7 +177,7 @@ def _find_line() -> tuple[str, str]:
 
     Paths may differ between hosts.
     """
-    frame = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
