@@ -184,6 +184,12 @@ DIFFERENCES = (
         "its products change how the row is sharded",
     ),
     Difference(
+        "`p.grad.norm().item()`, `float(...)`, `if torch.isnan(p.grad).any()` on one rank only",
+        "the value on this rank",
+        "under FSDP2 an error that names the line, after five minutes at most; on all ranks, the value of one process",
+        "each rank holds a part, so all of them must read",
+    ),
+    Difference(
         "`lightning.pytorch.utilities.grad_norm`",
         "works",
         "under FSDP2 an error that says what to use, such as the callback `GradientNorm`",

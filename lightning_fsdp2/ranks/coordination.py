@@ -14,7 +14,7 @@ from lightning_fsdp2.ranks.failures import describe_ranks, fail_together, make_p
 
 T = TypeVar("T")
 
-_groups: dict[tuple[dist.ProcessGroup | None, str], dist.ProcessGroup] = {}
+_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
 
 def get_rank() -> int:
@@ -34,6 +34,18 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     key = (dist.group.WORLD, purpose)
     if key not in _groups:
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout)
+    set_group_timeout(_groups[key], timeout)
+    return _groups[key]
+
+
+def get_group_of_ranks(ranks: Sequence[int], purpose: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Return the CPU process group of some ranks for one purpose, as :func:`get_group` does for all ranks.
+
+    Only these ranks create the group.
+    """
+    key = (dist.group.WORLD, purpose, *ranks)
+    if key not in _groups:
+        _groups[key] = dist.new_group([*ranks], timeout, "gloo", use_local_synchronization=True)
     set_group_timeout(_groups[key], timeout)
     return _groups[key]
 

@@ -31,6 +31,7 @@ from lightning_fsdp2.parallel.pipeline.split import Split, build_split
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel, get_optional_stack, get_shard_shapes
 from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion, build_collective_fusion
 from lightning_fsdp2.parallel.tensor.plans import get_style
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.recipes.imports import import_plan
 from lightning_fsdp2.weights.adapters import check_peft
 from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, materialize
@@ -79,6 +80,7 @@ def parallelize_with_fsdp2(
     check_not_sharded(model)
     check_peft(model)
     check_initialized(model)
+    treat_dtensors_as_whole()
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
     policy = resolve_mp_policy(config.mp_policy)

@@ -24,6 +24,7 @@ from lightning_fsdp2.parallel.megatron.wrap import (
     get_unit_classes,
     spread_parameters,
 )
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.recipes.fsdp2 import check_unused_plan, maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_unit_classes
 from lightning_fsdp2.sizes import CONTEXT_PARALLEL, TENSOR_PARALLEL
@@ -56,6 +57,7 @@ def parallelize_with_megatron_fsdp(
     check_not_sharded(model)
     check_peft(model)
     check_initialized(model)
+    treat_dtensors_as_whole()
     structure = find_structure(model)
     check_supported(device_mesh, config)
     check_no_expert_parallel(device_mesh, "Megatron-FSDP")

@@ -36,6 +36,7 @@ from lightning_fsdp2.parallel.data.gradients import (
 )
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
@@ -184,6 +185,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def parallelize_module(self, module: "LightningModule") -> None:
         if self.pp_size > 1:
             _check_not_sharded_by_user(module, self.pp_size)
+        treat_dtensors_as_whole()  # also those of a module that its `configure_model` has sharded
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)

@@ -21,6 +21,7 @@ from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
 from lightning_fsdp2.loggers.run_identity import describe_run, describe_step, hide_hyperparameters
 from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
 from lightning_fsdp2.ranks.whole_tensors import gather
+from lightning_fsdp2.ranks.whole_values import get_whole
 
 
 class Tracking(Callback):
@@ -153,7 +154,9 @@ class Tracking(Callback):
 
     def _log_metrics(self, row: "_Row", metrics: Any, step: int | None = None, **options: Any) -> None:
         axis = {TOTAL_TOKENS: float(self._total_tokens)} if self._total_tokens else {}
-        row.log({**axis, **metrics}, step, **options)
+        # gather on every rank, before the loggers of all ranks but the first return without writing
+        whole = {name: get_whole(value) if isinstance(value, DTensor) else value for name, value in metrics.items()}
+        row.log({**axis, **whole}, step, **options)
 
 
 @dataclass
