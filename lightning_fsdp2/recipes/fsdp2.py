@@ -17,7 +17,13 @@ from lightning_fsdp2.mesh_axes import AxisNames, MeshAxes, get_mesh_axes
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
-from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
+from lightning_fsdp2.parallel.data.fully_shard import (
+    apply_fully_shard,
+    apply_prefetch,
+    check_reshard_after_forward,
+    get_fsdp_modules,
+)
+from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.data.units import UnitPlan, build_unit_plan
 from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
 from lightning_fsdp2.parallel.expert.checks import check_experts
@@ -108,6 +114,7 @@ def parallelize_with_fsdp2(
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     _apply_prefetch(plan, config)
+    keep_changes_in_place(get_fsdp_modules(model))
     if materializes:
         weights_device = device if offload_policy is None else torch.device("cpu")
         load_pretrained(model, weights_device, device_mesh)

@@ -27,6 +27,7 @@ from lightning_fsdp2.modules.wrapping import show_signature
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
+from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
 from lightning_fsdp2.sizes import ParallelSizes
@@ -175,6 +176,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
+            keep_changes_in_place(get_fsdp_modules(module))
             materialize(module, self.root_device, self.full_device_mesh)
         elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             _check_only_tensor_parallel(module, self.full_device_mesh)
