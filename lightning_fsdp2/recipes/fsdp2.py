@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import Float8Config, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.mesh import get_device, get_shard_size
 from lightning_fsdp2.mesh_axes import AxisNames, MeshAxes, get_mesh_axes
+from lightning_fsdp2.modules.kept_parameters import find_kept_parameters, replace_kept_parameters
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
@@ -93,6 +94,7 @@ def parallelize_with_fsdp2(
     device = get_device(device_mesh)
     split = None if axes.pp is None else _build_split(structure, axes.pp, config)
     float8 = _choose_float8(structure, axes, config, device if materializes else None)
+    kept = find_kept_parameters(model)
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
@@ -119,6 +121,7 @@ def parallelize_with_fsdp2(
         weights_device = device if offload_policy is None else torch.device("cpu")
         load_pretrained(model, weights_device, device_mesh)
         materialize(model, weights_device, device_mesh)
+    replace_kept_parameters(kept)
     if split is not None:
         apply_pipeline_parallel(model, split, device_mesh, config)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
