@@ -270,7 +270,11 @@ class _WatchedParamGroup(FSDPParamGroup):
 
 
 def _get_version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    # tensor parallel layers change the local tensor, whose changes the DTensor around it does not count
+    local = tensor._local_tensor._version if isinstance(tensor, DTensor) else 0
+    return tensor._version + local
 
 
 def _get_name(parameter: Any) -> str:

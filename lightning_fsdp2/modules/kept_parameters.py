@@ -12,7 +12,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 
@@ -165,8 +165,8 @@ def _replace(holder: Any, old: Any, new: Any) -> None:
     elif isinstance(holder, types.CellType):
         holder.cell_contents = new
     elif isinstance(holder, functools.partial):
-        function, args, keywords, attributes = holder.__reduce__()[2]
-        holder.__setstate__((choose(function), choose(args), choose(keywords), attributes))
+        state: Any = (choose(holder.func), choose(holder.args), choose(holder.keywords), vars(holder))
+        cast(Any, holder).__setstate__(state)
     elif isinstance(holder, types.FunctionType):
         holder.__defaults__ = choose(holder.__defaults__)
     elif isinstance(holder, tuple):
