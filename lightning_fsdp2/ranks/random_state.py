@@ -1,16 +1,11 @@
 """Random state of one process, in types that ``torch.load(weights_only=True)`` accepts."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-_shared: list[dict[str, Any]] = []
-"""Random state of torch that all ranks share, while each rank draws its own numbers. Empty at other times."""
 
 
 def get_random_state(device: torch.device) -> dict[str, Any]:
@@ -46,43 +41,6 @@ def set_torch_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
-
-
-@contextmanager
-def own_random_state(state: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Run the block with this rank's own random state of torch, and then with the state that all ranks share again.
-
-    In the block, :func:`shared_random_state` still draws from the shared state.
-
-    Args:
-        state: Own state, from :func:`get_torch_random_state`. At the end of the block, it holds the new own state.
-        device: Device whose state is exchanged, beside that of the CPU.
-    """
-    _shared.append(get_torch_random_state(device))
-    set_torch_random_state(state, device)
-    try:
-        yield
-    finally:
-        state.update(get_torch_random_state(device))
-        set_torch_random_state(_shared.pop(), device)
-
-
-@contextmanager
-def shared_random_state(device: torch.device) -> Iterator[None]:
-    """Run the block with the random state of torch that all ranks share, even while each rank draws its own numbers.
-
-    What the ranks draw in the block is equal on all of them, if all of them enter it in the same order.
-    """
-    if not _shared:
-        yield
-        return
-    own = get_torch_random_state(device)
-    set_torch_random_state(_shared[0], device)
-    try:
-        yield
-    finally:
-        _shared[0] = get_torch_random_state(device)
-        set_torch_random_state(own, device)
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:

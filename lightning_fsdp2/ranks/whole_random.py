@@ -3,7 +3,7 @@
 On a mesh of CPUs, DTensor fills the shards of all ranks with the same numbers: after ``reset_parameters()``, rows of a
 weight are equal. On GPUs it draws different numbers for each shard, but other ones than a single process.
 
-The ranks draw from the state that they share (:func:`~lightning_fsdp2.ranks.random_state.shared_random_state`), so it
+The ranks draw from the state that they share (:func:`~lightning_fsdp2.ranks.own_random.shared_random_numbers`), so it
 stays the same on all of them, and so do copies of a tensor. They draw without communication, unless the numbers depend
 on values, such as the probabilities of ``torch.bernoulli``.
 """
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.dtensor import compute_as_dtensor, has_values, set_handler
 from lightning_fsdp2.compat.torch import get_schema, get_shard, tree_leaves, tree_map_only
-from lightning_fsdp2.ranks.random_state import shared_random_state
+from lightning_fsdp2.ranks.own_random import shared_random_numbers
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, gather
+from lightning_fsdp2.sizes import TENSOR_PARALLEL
 
 _BY_SHAPE = (
     "bernoulli_.float",
@@ -62,7 +63,7 @@ def _draw_by_shape(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not _can_draw(like):
         return compute_as_dtensor(operation, args, kwargs)
     whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=get_shard(like).device)
-    return _keep_part(operation, like, _draw(operation, whole, *rest, **kwargs))
+    return _keep_part(operation, like, _draw(operation, like, whole, *rest, **kwargs))
 
 
 def _draw_by_values(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,7 +71,7 @@ def _draw_by_values(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not _can_draw(like):
         return compute_as_dtensor(operation, args, kwargs)
     whole_args, whole_kwargs = tree_map_only(DTensor, gather, (args, kwargs))
-    return _keep_part(operation, like, _draw(operation, *whole_args, **whole_kwargs))
+    return _keep_part(operation, like, _draw(operation, like, *whole_args, **whole_kwargs))
 
 
 def _drop(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +80,7 @@ def _drop(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _can_draw(tensor):
         return compute_as_dtensor(operation, args, kwargs)
     ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=get_shard(tensor).device)
-    factors, mask = (_keep_part(operation, tensor, drawn) for drawn in _draw(operation, ones, *rest, **kwargs))
+    factors, mask = (_keep_part(operation, tensor, drawn) for drawn in _draw(operation, tensor, ones, *rest, **kwargs))
     return tensor * factors, mask
 
 
@@ -88,10 +89,11 @@ def _can_draw(like: Any) -> bool:
     return isinstance(like, DTensor) and has_values(like) and not any(p.is_partial() for p in like.placements)
 
 
-def _draw(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+def _draw(operation: Any, like: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """Draw from the state that all ranks share, or that of a replica for activations under tensor parallelism."""
     is_given = isinstance(kwargs.get("generator"), torch.Generator)
-    with nullcontext() if is_given else shared_random_state(device):
+    is_of_replica = like.device_mesh.mesh_dim_names == (TENSOR_PARALLEL,)
+    with nullcontext() if is_given or is_of_replica else shared_random_numbers():
         return operation(*args, **kwargs)
 
 

@@ -34,6 +34,7 @@ from lightning_fsdp2.parallel.data.gradients import (
     drop_deferred_gradients,
     extend_zero_grad,
 )
+from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
 from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
@@ -191,6 +192,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             _check_flags_of_user(module, self.config)
             for unit in get_fsdp_modules(module):
                 watch_gradients(unit)
+            keep_changes_in_place(get_fsdp_modules(module))
             materialize(module, self.root_device, self.full_device_mesh)
         elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             _check_only_tensor_parallel(module, self.full_device_mesh)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lightning_fsdp2.ranks.random_state import get_torch_random_state, own_random_state, shared_random_state
+from lightning_fsdp2.ranks.own_random import OwnRandomNumbers, shared_random_numbers
 from lightning_fsdp2.ranks.whole_tensors import gather
 from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 
@@ -103,30 +103,32 @@ def test_a_layer_that_is_sharded_twice_is_reset_as_in_one_process() -> None:
     run_ranks(_reset_a_layer_that_is_sharded_twice, 4)
 
 
-def _draw_with_own_states() -> None:
+def _draw_with_own_states() -> list[float]:
     treat_dtensors_as_whole()
     replicas = distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (2,)), [Replicate()])
     torch.manual_seed(5)
-    expected = [torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3), torch.rand(2)]
-    torch.manual_seed(100 + dist.get_rank())
-    own, alone = get_torch_random_state(CPU), torch.rand(3)
+    torch.randint(2**62, ())  # the seed of the ranks' own numbers
+    expected = [torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)]
+    numbers = OwnRandomNumbers()
     torch.manual_seed(5)
+    numbers.begin(dist.get_rank(), CPU)
+    alone = torch.rand(3)
+    numbers.end()
+    torch.manual_seed(5)
+    numbers.begin(dist.get_rank(), CPU)
+    first = torch.rand(2)
     assert torch.equal(gather(torch.randn_like(replicas)), expected[0])
-    with own_random_state(own, CPU):
-        first = torch.rand(2)
-        assert torch.equal(gather(torch.randn_like(replicas)), expected[1])
-        with shared_random_state(CPU):
-            assert torch.equal(torch.randn(4, 3), expected[2])
-        assert torch.equal(torch.cat([first, torch.rand(1)]), alone)
-    assert torch.equal(torch.rand(2), expected[3])
-    with own_random_state(own, CPU):
-        after = torch.rand(1)
-    torch.manual_seed(100 + dist.get_rank())
-    assert torch.equal(torch.rand(4)[3:], after)
+    with shared_random_numbers():
+        assert torch.equal(torch.randn(4, 3), expected[1])
+    assert torch.equal(torch.cat([first, torch.rand(1)]), alone)
+    numbers.end()
+    assert torch.equal(torch.randn(4, 3), expected[2])
+    return alone.tolist()
 
 
 def test_ranks_that_draw_numbers_of_their_own_draw_those_of_a_tensor_together() -> None:
-    run_ranks(_draw_with_own_states, 2)
+    first, second = run_ranks(_draw_with_own_states, 2)
+    assert first != second
 
 
 def _draw_from_a_generator() -> None:

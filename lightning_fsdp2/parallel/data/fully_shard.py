@@ -1,5 +1,6 @@
 """FSDP2 applied to the units of a model: sharding, prefetching, and temporarily gathering a whole model."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,14 +12,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.compat.fsdp import drop_changes_in_place, end_forward, keep_unsharded_after_forward
 from lightning_fsdp2.compat.fsdp_gradients import watch_gradients
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_shard_dim
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
 from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan
+from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.ranks.pieces import get_packed_placements
+
+logger = logging.getLogger(__name__)
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
 
@@ -137,8 +141,14 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
                 module.unshard()
             for inside in marked:
                 inside.__dict__[_UNSHARDED_ATTRIBUTE] = True
-            with _guard_saved_weights(model):
+            with _guard_saved_weights(model), drop_changes_in_place(modules) as lost:
                 yield
+            if lost:
+                logger.warning(
+                    "Changes of %s inside an `unshard_fsdp2_model` block are lost. Change parameters outside the block,"
+                    " under `torch.no_grad()`.",
+                    list_names(lost),
+                )
         finally:
             for inside in marked:
                 inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
