@@ -47,6 +47,7 @@ from lightning_fsdp2.strategies.parts.refusals import (
     CALLBACKS_OF_WHOLE_WEIGHTS,
     OPTIMIZERS_WITHOUT_SHARDED_STEP,
     check_optimizers,
+    refuse_layer_drop,
     refuse_options,
 )
 from lightning_fsdp2.strategies.parts.resumption import Resumption
@@ -266,6 +267,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_training(trainer)
             self.world.share_random_state(self.root_device)
+            refuse_layer_drop(self.lightning_module, apart=self.shards_module and self.world.has_own_random_numbers)
         else:
             self.setup_precision_plugin()
         self.batches.begin_stage(trainer)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers import user_modules
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES
 from helpers.user_modules import WIDTH, UserModule
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -76,7 +77,7 @@ class DropsOut(UserModule):
 
 
 def make_strategy(name: str, **options: Any) -> Any:
-    return {"fsdp2": FSDP2Strategy, "ddp": DDPStrategy, "megatron": MegatronFSDPStrategy}[name](**options)
+    return {"fsdp2": FSDP2Strategy, "ddp": DDPStrategy, "megatron_fsdp": MegatronFSDPStrategy}[name](**options)
 
 
 def train(
@@ -110,7 +111,7 @@ def train(
     [
         ("fsdp2", 2, {}),
         ("ddp", 2, {}),
-        pytest.param("megatron", 2, {}, marks=pytest.mark.slow),
+        pytest.param("megatron_fsdp", 2, {}, marks=pytest.mark.slow),
         pytest.param("fsdp2", 4, {"tp_size": 2, "config": TP_PLAN}, marks=pytest.mark.slow),
         pytest.param("fsdp2", 4, {"dp_replicate_size": 2}, marks=pytest.mark.slow),
     ],
@@ -122,7 +123,7 @@ def test_the_gradient_is_that_of_one_process_that_uses_the_masks_of_each_data_ra
         module = train(strategy, trainer={"max_steps": 1}, **options)
         return module.states, module.read, module.drawn, module.gradients
 
-    results = run_ranks(run, ranks)
+    results = STRATEGIES[strategy].run(run, ranks)
     replica = options.get("tp_size", 1)
     for rank, (_, read, drawn, _) in enumerate(results):
         assert (read, drawn) == results[rank - rank % replica][1:3], "ranks of a replica draw the same"
@@ -160,7 +161,7 @@ def test_shared_numbers_are_the_same_on_all_ranks() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "megatron"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "megatron_fsdp"])
 def test_an_unknown_word_is_an_error(strategy: str) -> None:
     with pytest.raises(ValueError, match=r"random_numbers='own'\) must be 'per_data_rank' or 'shared'"):
         make_strategy(strategy, random_numbers="own")
@@ -301,6 +302,25 @@ def test_recomputed_layers_drop_the_same_elements() -> None:
     for plain, recomputed in run_ranks(run, 2):
         for one, other in zip(plain, recomputed, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class SkipsLayers(DropsOut):
+    def build(self) -> None:
+        super().build()
+        self.layer.layerdrop = 0.5
+
+
+def test_layers_that_data_ranks_would_skip_apart_are_refused() -> None:
+    def run() -> None:
+        loader = DataLoader(Samples(), batch_size=2)
+        with pytest.raises(
+            ValueError, match=r"layer skips layers at random \(layerdrop=0.5\).*random_numbers='shared'"
+        ):
+            make_trainer(FSDP2Strategy()).fit(SkipsLayers(), loader)
+        for strategy in (FSDP2Strategy(random_numbers="shared"), DDPStrategy()):
+            make_trainer(strategy).fit(SkipsLayers(), loader)
+
+    run_ranks(run, 2)
 
 
 # ---------------------------------------------------------------------- resuming

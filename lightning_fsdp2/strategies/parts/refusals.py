@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
@@ -139,3 +140,21 @@ def check_manual_optimization(module: Any) -> None:
             f"The parameters {', '.join(own)} belong directly to the LightningModule and cannot be trained under manual"
             " optimisation (`automatic_optimization = False`); move them to a child module with its own forward."
         )
+
+
+def refuse_layer_drop(module: nn.Module, *, apart: bool) -> None:
+    """Refuse a module that skips layers at random, if ``apart``: if ranks that share weights draw other numbers.
+
+    All ranks gather the weights of a layer together, so they must skip the same layers.
+
+    Raises:
+        ValueError: When a module has a ``layerdrop`` above 0.
+    """
+    for name, submodule in module.named_modules():
+        layerdrop = vars(submodule).get("layerdrop", 0)
+        if apart and isinstance(layerdrop, int | float) and layerdrop > 0:
+            raise ValueError(
+                f"{name or type(module).__name__} skips layers at random (layerdrop={layerdrop}), but all ranks gather"
+                " the weights of a layer together, and data parallel ranks would skip different layers. Set"
+                " layerdrop=0, or random_numbers='shared' of the strategy."
+            )
