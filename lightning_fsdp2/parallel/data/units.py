@@ -18,6 +18,7 @@ from lightning_fsdp2.modules.experts import get_optional_expert_mesh, get_shared
 from lightning_fsdp2.modules.structure import (
     ModelParts,
     ModelStructure,
+    get_float32_tensors,
     get_layer_lists,
     get_modules,
     get_parameter_names,
@@ -51,6 +52,12 @@ class Unit:
 
     is_container: bool = False
     """Whether this unit is the LightningModule itself, which computes in its own dtype and does not cast the batch."""
+
+    keeps_dtype: bool = False
+    """Whether the unit computes in the dtype of its weights, and not in ``MixedPrecisionPolicy.param_dtype``.
+
+    This is so for weights that a Hugging Face class keeps in float32 while other weights are in bfloat16.
+    """
 
     unshard_in_backward: bool = True
     """Whether backward gathers the weights. False for an untied embedding, whose gradient does not need them."""
@@ -131,7 +138,7 @@ def build_unit_plan(
         _extend_chain(chains, parts.module, embedding, head)
     units.extend(_build_child_units(structure, taken, owners, reshard_after_forward))
     units.append(_build_root_unit(model))
-    units = _set_mesh(_split_by_dtype(model, units), mesh)
+    units = _set_mesh(_split_by_dtype(structure, units), mesh)
     if mesh is not None and expert_mesh is not None:
         units = _add_expert_units(units, mesh, expert_mesh)
     return UnitPlan(units=units, chains=[chain for chain in chains if len(chain) > 1])
@@ -146,7 +153,7 @@ def build_layer_units(structure: ModelStructure, *, mesh: DeviceMesh) -> list[Un
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, None)]
-    return _set_mesh(_split_by_dtype(model, units), mesh)
+    return _set_mesh(_split_by_dtype(structure, units), mesh)
 
 
 def _set_mesh(units: list[Unit], mesh: DeviceMesh | None) -> list[Unit]:
@@ -304,35 +311,69 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
         chains[own[0]] = [*before, *chains[own[0]], *after]
 
 
-def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
+def _split_by_dtype(structure: ModelStructure, units: list[Unit]) -> list[Unit]:
     """Give modules of the less common dtypes their own units.
 
     torch requires that all trainable parameters of a unit have the same dtype.
 
     Experts under expert parallelism are left out, because they have their own units in any case.
     """
-    names = get_parameter_names(model)
+    model = structure.root
+    names, kept = get_parameter_names(model), _get_kept_owners(structure)
     claimed = {module for module in get_modules(model) if get_optional_expert_mesh(module) is not None}
-    _group_by_dtype(claimed, names)  # raises an error if the experts of a layer have several dtypes
+    _group_by_dtype(claimed, names, kept)  # raises an error if the experts of a layer have several dtypes
     result: list[Unit] = []
     for unit in units:
         modules = [module for top in unit.modules for module in get_modules(top) if module not in claimed]
         claimed.update(modules)
-        by_dtype = _group_by_dtype(modules, names)
+        by_dtype = _group_by_dtype(modules, names, kept)
         if len(by_dtype) > 1:
             main = max(by_dtype, key=lambda dtype: sum(p.numel() for m in by_dtype[dtype] for p in m.parameters(False)))
-            minority = [module for dtype, group in by_dtype.items() if dtype != main for module in group]
+            minority = _get_outermost([m for dtype, group in by_dtype.items() if dtype != main for m in group], modules)
             result.extend(
-                Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward) for module in minority
+                Unit(
+                    modules=[m],
+                    reshard_after_forward=unit.reshard_after_forward,
+                    keeps_dtype=not kept.isdisjoint(get_modules(m)),
+                )
+                for m in minority
             )
+            modules = by_dtype[main]
+        unit.keeps_dtype = not kept.isdisjoint(modules)
         result.append(unit)
     return result
 
 
-def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]) -> dict[torch.dtype, list[nn.Module]]:
+def _get_outermost(owners: list[nn.Module], modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the outermost of ``modules`` that hold parameters of ``owners`` alone.
+
+    A module may read the weights of a module inside it without calling it, as wrappers of convolutions do.
+    """
+    inside = {m: [inner for inner in get_modules(m) if _owns_parameters_directly(inner)] for m in modules}
+    whole = [m for m in modules if has_forward(m) and inside[m] and set(owners).issuperset(inside[m])]
+    covered = {inner for m in whole for inner in get_modules(m) if inner is not m}
+    tops = [m for m in whole if m not in covered]
+    return tops + [m for m in owners if m not in covered and m not in tops]
+
+
+def _get_kept_owners(structure: ModelStructure) -> set[nn.Module]:
+    """Return the modules whose parameters a Hugging Face class keeps in float32, if other weights are in bfloat16."""
+    return {
+        module
+        for hf_model in structure.hf_models
+        if any(parameter.dtype is torch.bfloat16 for parameter in hf_model.parameters())
+        for module, name, tensor in get_float32_tensors(hf_model, torch.bfloat16)
+        if name in module._parameters and tensor.dtype is torch.float32
+    }
+
+
+def _group_by_dtype(
+    modules: Iterable[nn.Module], names: dict[nn.Parameter, str], kept: set[nn.Module]
+) -> dict[torch.dtype, list[nn.Module]]:
+    """Group modules by the dtype of their own trainable parameters, and those in ``kept`` also if they are frozen."""
     groups: dict[torch.dtype, list[nn.Module]] = {}
     for module in modules:
-        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad or module in kept]
         dtypes = {p.dtype for p in trainable}
         if len(dtypes) > 1:
             raise ValueError(
