@@ -67,6 +67,7 @@ _ELSEWHERE = {
 _NOT_NEEDED = "leave it out, because the layers to shard are found"
 _OF_STRATEGY = "it is an option of the strategies that shard, such as FSDP2Strategy"
 _REMARKS = {
+    "weights": "there are no weights per path: to use a path twice as often, give it twice in `path`",
     # FSDP of torch, Lightning and accelerate
     "auto_wrap_policy": _NOT_NEEDED,
     "fsdp_auto_wrap_policy": _NOT_NEEDED,

@@ -219,7 +219,8 @@ class FSDP2Config(_Flags):
 
     defer_fsdp_grad_sync: bool = True
     """Whether gradients are reduced only in the last micro-batch of an accumulation window. This needs memory for
-    unsharded gradients. False reduces and shards the gradients in every micro-batch."""
+    unsharded gradients. False reduces and shards the gradients in every micro-batch. So do a hook on a parameter, for
+    the unit of the parameter, and a hook `on_after_backward`."""
 
     reshard_after_forward: bool | int | None = None
     """Whether a unit's parameters are freed between forward and backward. None frees all parameters except those of the

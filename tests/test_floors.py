@@ -14,7 +14,18 @@ NAME = "lightning_fsdp2"
 PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
-    {"_cli_types", "_moved", "_refusals", "_registry", "_suggestions", "labels", "compat", "sizes"},
+    {
+        "_cli_types",
+        "_moved",
+        "_refusals",
+        "_registry",
+        "_secrets",
+        "_suggestions",
+        "_untrusted",
+        "labels",
+        "compat",
+        "sizes",
+    },
     {"config"},
     {"mesh", "data", "schedulers"},
     {"mesh_axes"},

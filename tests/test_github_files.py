@@ -49,7 +49,10 @@ def test_ci_makes_targets_that_exist_and_tries_the_versions_of_torch_that_the_re
     [pinned] = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     [tested] = re.findall(r"torch \S+ or later \(tested: (.*?)\)", (ROOT / "README.md").read_text())
     others = sorted(set(tested.split(", ")) - {pinned})
-    assert targets == ["lint", "test", *(f"test-torch-{version}" for version in others)]
+    pythons = [job.get("python", "3.11") for job in jobs if job["target"] == "test"]
+    classifiers = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert sorted(pythons) == classifiers == ["3.10", "3.11", "3.12", "3.13", "3.14"]
+    assert targets == ["lint", *["test"] * len(pythons), *(f"test-torch-{version}" for version in others)]
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in ("lint", "test", "test-torch-%"))
 

@@ -160,7 +160,7 @@ DIFFERENCES = (
         "weights are freed after their forward",
     ),
     Difference(
-        "parameters without a dimension, embeddings with `sparse=True`",
+        "parameters without a dimension or without elements, or that share memory; embeddings with `sparse=True`",
         "work",
         "refused if parameters are sharded",
         "there is nothing to shard; sparse gradients have no reduce-scatter",
@@ -172,16 +172,22 @@ DIFFERENCES = (
         "they are gathered once for the whole step",
     ),
     Difference(
-        "`LBFGS`, `Rprop`, `Adafactor`",
+        "`LBFGS`, `Rprop`, `Adafactor`; optimizers of bitsandbytes and torchao, transformers' `Adafactor`",
         "work",
         "refused if parameters are sharded",
-        "torch's implementations cannot step on shards",
+        "their implementations cannot step on shards",
     ),
     Difference(
         "`Muon` for a matrix of one row",
         "works",
         "under FSDP2 torch's error; use another optimizer for this matrix, as for a vector",
         "its products change how the row is sharded",
+    ),
+    Difference(
+        "`p.grad.norm().item()`, `float(...)`, `if torch.isnan(p.grad).any()` on one rank only",
+        "the value on this rank",
+        "under FSDP2 an error that names the line, after five minutes at most; on all ranks, the value of one process",
+        "each rank holds a part, so all of them must read",
     ),
     Difference(
         "`lightning.pytorch.utilities.grad_norm`",

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_fsdp2.callbacks.standard_output import give_up_output
 from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import get_class
 from lightning_fsdp2.modules.stubs import Stub
@@ -40,7 +41,16 @@ class ModelSummary(callbacks.ModelSummary):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.max_depth and trainer.is_global_zero:
-            get_console().print(_build_table(pl_module, self.max_depth))
+            _print(_build_table(pl_module, self.max_depth))
+
+
+def _print(table: Table) -> None:
+    try:
+        get_console().print(table)
+    except (OSError, ValueError) as error:  # a full disk, or a closed file
+        give_up_output(error)
+    except SystemExit:  # raised by rich when nobody reads the output
+        give_up_output("Broken pipe")
 
 
 def _build_table(root: LightningModule, max_depth: int) -> Table:

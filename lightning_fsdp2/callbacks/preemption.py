@@ -25,6 +25,7 @@ from lightning_fsdp2.compat.lightning import (
     save_last,
     take_signals,
 )
+from lightning_fsdp2.ranks.failures import ExitOfAllRanks
 
 _BEFORE_SIGTERM = 128
 """Number added to signals other than SIGTERM, so that the maximum over all ranks prefers them to SIGTERM.
@@ -155,7 +156,7 @@ class Preemption(Callback):
             rank_zero_only(_requeue)()
         # wait for all ranks, because a launcher may kill the remaining ranks as soon as one rank has ended
         trainer.strategy.barrier()
-        raise SystemExit(self._get_exit_code(trainer, number))
+        raise ExitOfAllRanks(self._get_exit_code(trainer, number))
 
     def _get_exit_code(self, trainer: Trainer, signum: int) -> int:
         if trainer.local_rank > 0 and cast(Any, trainer.strategy).is_launched_by_lightning:

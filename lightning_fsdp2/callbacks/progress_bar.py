@@ -12,8 +12,9 @@ from typing_extensions import override
 from lightning_fsdp2.callbacks.expert_load import ExpertLoad
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.callbacks.memory_usage import MemoryUsage
+from lightning_fsdp2.callbacks.standard_output import StandardOutput
 from lightning_fsdp2.callbacks.throughput import Throughput
-from lightning_fsdp2.compat.lightning import count_batches_of_resumed_epoch
+from lightning_fsdp2.compat.lightning import count_batches_of_epoch
 
 _BAR_WIDTH = 6
 
@@ -34,7 +35,7 @@ class TrainingProgressBar(RichProgressBar):
     """
 
     def __init__(self, refresh_rate: int = 4, leave: bool = False) -> None:
-        super().__init__(refresh_rate=refresh_rate, leave=leave)
+        super().__init__(refresh_rate=refresh_rate, leave=leave, console_kwargs={"file": StandardOutput()})
         self._shown: dict[str, Any] = {}
         self._is_due = True
         self._line = ""  # last line in the log, if there is no terminal
@@ -55,7 +56,7 @@ class TrainingProgressBar(RichProgressBar):
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
         steps = trainer.max_steps - trainer.global_step
-        done = count_batches_of_resumed_epoch(trainer) // trainer.accumulate_grad_batches
+        done = count_batches_of_epoch(trainer) // trainer.accumulate_grad_batches
         return min(trainer.num_training_batches, (done + steps) * trainer.accumulate_grad_batches)
 
     @override

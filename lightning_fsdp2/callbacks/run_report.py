@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_fsdp2._secrets import hide_arguments
 from lightning_fsdp2.callbacks.exponential_moving_average import use_averages
 from lightning_fsdp2.callbacks.throughput import Throughput
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
@@ -143,7 +144,7 @@ def _describe_checkpoints(trainer: Any) -> list[str]:
 
 
 def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
-    """Return the command that resumes from the last checkpoint.
+    """Return the command that resumes from the last checkpoint, without secrets.
 
     If a user's own script started the run, return the Python call to put into that script instead.
 
@@ -162,7 +163,9 @@ def _describe_resume(checkpoint: str, options: dict[str, int]) -> str:
             next(words, None)  # skip the option's value
         elif word.partition("=")[0] not in replaced:
             arguments.append(word)
-    return shlex.join([*_get_launcher(), *arguments, *(f"{name}={value}" for name, value in replaced.items())])
+    return shlex.join(
+        [*_get_launcher(), *hide_arguments(arguments), *(f"{name}={value}" for name, value in replaced.items())]
+    )
 
 
 def _get_launcher() -> list[str]:

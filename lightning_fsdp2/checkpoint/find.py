@@ -4,6 +4,7 @@ import json
 import shlex
 from typing import Any
 
+from lightning_fsdp2._untrusted import check_inside
 from lightning_fsdp2.checkpoint.files.chunks import (
     CHECKSUM,
     CHECKSUMS_FILE,
@@ -11,6 +12,7 @@ from lightning_fsdp2.checkpoint.files.chunks import (
     raise_damaged,
 )
 from lightning_fsdp2.checkpoint.files.drafts import METADATA_FILE, SUMMARY_FILE, AnyPath, is_local
+from lightning_fsdp2.checkpoint.files.errors import name_file, raise_unreadable
 from lightning_fsdp2.checkpoint.files.paths import SMALL_FILES, check_is_checkpoint, raise_missing
 from lightning_fsdp2.checkpoint.files.storage import (
     CheckpointReader,
@@ -60,9 +62,7 @@ def _is_intact(path: AnyPath, name: str, expected: dict[str, Any]) -> bool:
         if CHECKSUM in expected:
             return describe_file(path / name) == expected
         return name not in _CHECKED_FILES and (path / name).stat().st_size == expected["bytes"]
-    except PermissionError:
-        raise
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
 
 
@@ -72,7 +72,8 @@ def _check_complete(path: AnyPath, trust: bool) -> None:
     sizes = {name: info["bytes"] for name, info in files.items()}
     missing = _get_missing(path, {**dict.fromkeys(SMALL_FILES, 1), **sizes})
     if not missing:
-        raise_damaged(path, find_damaged(path, {name: files[name] for name in _CHECKED_FILES if name in files}))
+        checked = {name: files[name] for name in _CHECKED_FILES if name in files}
+        raise_damaged(path, [*_get_longer(path, sizes), *find_damaged(path, checked)])
         missing = _get_missing(path, _get_sizes(path, trust))
     raise_missing(path, missing)
 
@@ -104,6 +105,11 @@ def _get_missing(path: AnyPath, sizes: dict[str, int]) -> list[str]:
     return [name if found[name] < 0 else f"{name} (truncated)" for name in sizes if found[name] < sizes[name]]
 
 
+def _get_longer(path: AnyPath, sizes: dict[str, int]) -> list[str]:
+    """Return the names of files with tensors that are longer than they should be, because something was appended."""
+    return [name for name in sizes if name not in _CHECKED_FILES and (path / name).stat().st_size > sizes[name]]
+
+
 def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
     """Return the minimum size in bytes of each file with tensors, by file name. The sizes follow from ``.metadata``."""
     try:
@@ -112,6 +118,7 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
     except RefusedError as error:
         raise make_trust_error(path, error) from error
     except Exception as error:  # a damaged pickle may raise any exception
+        raise_unreadable(error, path / ".metadata")
         raise make_damage_error(path / ".metadata", error) from error
     if metadata.planner_data is None:
         raise ValueError(
@@ -134,11 +141,13 @@ def _get_sizes(path: AnyPath, trust: bool) -> dict[str, int]:
 
 def _read_summary(path: AnyPath) -> dict[str, Any]:
     try:
-        summary: dict[str, Any] = json.loads((path / SUMMARY_FILE).read_bytes())
+        with name_file(path / SUMMARY_FILE):
+            summary: dict[str, Any] = json.loads((path / SUMMARY_FILE).read_bytes())
         int(summary["format_version"]) + sum(info["bytes"] for info in summary.get("files", {}).values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"The checkpoint {str(path)!r} is damaged: {SUMMARY_FILE} cannot be read ({error!r}). Use an earlier"
             " checkpoint."
         ) from error
+    check_inside(summary.get("files", {}), f"{str(path)!r} ({SUMMARY_FILE})")
     return {**summary, "format_version": int(summary["format_version"])}

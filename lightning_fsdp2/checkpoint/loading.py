@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from lightning_fsdp2.checkpoint.formats.directory import read_directory
 from lightning_fsdp2.checkpoint.formats.single_file import read_file
 from lightning_fsdp2.checkpoint.frozen import LeftOut, put_back_frozen
 from lightning_fsdp2.checkpoint.stages import gather_over_stages, list_names_elsewhere
-from lightning_fsdp2.checkpoint.state import set_optimizer_state, shard_all_like, shard_like
+from lightning_fsdp2.checkpoint.state import find_misfits, set_optimizer_state, shard_all_like, shard_like
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import has_own_loading, is_of_torch
 from lightning_fsdp2.modules.stages import get_optional_stages
@@ -115,9 +115,15 @@ def load_model_state(
 
 
 def load_optimizer_states(
-    path: str | Path, model: nn.Module, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
+    path: str | Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    states: Sequence[dict[str, Any]],
+    weights: Mapping[str, Any],
 ) -> None:
     """Load a checkpoint's optimizer states into ``optimizers``.
+
+    A parameter whose weight in the checkpoint has a different shape gets no state, as before its first step.
 
     Raises:
         ValueError: When ``optimizers`` differ from those of the checkpoint in number, in parameter groups, or in the
@@ -129,7 +135,7 @@ def load_optimizer_states(
             f" {len(optimizers)}; resume with the same optimizers."
         )
     for optimizer, state in zip(optimizers, states, strict=True):
-        set_optimizer_state(model, optimizer, state)
+        set_optimizer_state(model, optimizer, state, weights)
 
 
 def _load(model: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
@@ -246,15 +252,13 @@ def _may_leave_out(model: nn.Module) -> bool:
 
 def _take_what_fits(path: str | Path, model: nn.Module, own: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     other = {
-        name: f"{name} {tuple(value.shape)}, here {tuple(own[name].shape)}"
-        for name, value in state.items()
-        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and value.shape != own[name].shape
+        name: f"{name} {tuple(state[name].shape)}, here {tuple(own[name].shape)}" for name in find_misfits(own, state)
     }
     everywhere = dict.fromkeys(text for stage in gather_over_stages(model, other) for text in stage.values())
     if everywhere and get_rank() == 0:
         warnings.warn(
-            f"Tensors of the checkpoint {str(path)!r} have a different shape than the model's and are not loaded:"
-            f" {list_names(everywhere)}.",
+            f"Tensors of the checkpoint {str(path)!r} have a different shape than the model's and are not loaded,"
+            f" and neither are their optimizer states: {list_names(everywhere)}.",
             stacklevel=3,
         )
     return {name: value for name, value in state.items() if name not in other}

@@ -77,9 +77,10 @@ def load_checkpoint(
         path, model, with_optimizers=bool(optimizers), in_place=True, verify=verify, trust=not weights_only
     )
     left_out = checkpoint.get(LEFT_OUT_KEY, [])
-    load_model_state(path, model, checkpoint["state_dict"], strict=strict, left_out=left_out)
+    weights = checkpoint["state_dict"]
+    load_model_state(path, model, weights, strict=strict, left_out=left_out)
     if optimizers:
-        load_optimizer_states(path, model, optimizers, checkpoint.get("optimizer_states", []))
+        load_optimizer_states(path, model, optimizers, checkpoint.get("optimizer_states", []), weights)
     return checkpoint.get("extra")
 
 

@@ -56,12 +56,21 @@ def get_optimizer_state(
     return {**state, "state": values, "param_groups": groups}
 
 
-def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def set_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], weights: Mapping[str, Any] | None = None
+) -> None:
     """Load a state from :func:`get_optimizer_state` or ``optimizer.state_dict()`` into ``optimizer``.
 
     If the state has parameter names, the optimizer may have its parameters in a different order. Whole tensors are
     sharded like their parameters. The options ``foreach`` and ``fused`` are not loaded, since the state may have been
     saved on a different kind of device.
+
+    Args:
+        model: Model whose parameter names are used.
+        optimizer: Optimizer of parameters of ``model``.
+        state: State to load.
+        weights: Weights that were saved with the state. If a weight has a different shape than the parameter of its
+            name, ``optimizer`` keeps no state for this parameter, as before its first step.
 
     Raises:
         ValueError: When the state has different parameters or parameter groups, or comes from a different kind of
@@ -83,6 +92,8 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
         for group, own in zip(current, hyper_parameters, strict=True)
     ]
     saved_state = dict(state.get("state", {}))
+    for name in find_misfits(parameters, weights or {}):
+        saved_state.pop(name, None)
     own_state = {number: saved_state.pop(name) for number, name in names.items() if name in saved_state}
     flat = {(number, key): value for number, entry in own_state.items() for key, value in entry.items()}
     sharded = shard_all_like(flat, {path: parameters[names[path[0]]] for path in flat})
@@ -91,6 +102,15 @@ def set_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str,
     }
     values |= {key: value for key, value in saved_state.items() if key not in parameters and key not in elsewhere}
     optimizer.load_state_dict({**state, "state": values, "param_groups": groups})
+
+
+def find_misfits(own: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors in ``values`` whose shape differs from that of the same name in ``own``."""
+    return [
+        name
+        for name, value in values.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and value.shape != own[name].shape
+    ]
 
 
 def _name_groups(model: nn.Module, names: Mapping[int, str], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from lightning_fsdp2._untrusted import check_not_compressed
 from lightning_fsdp2.checkpoint.files.chunks import CHECKSUM, raise_damaged, read_checksums
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath
-from lightning_fsdp2.checkpoint.files.paths import resolve_checkpoint
+from lightning_fsdp2.checkpoint.files.errors import raise_unreadable
+from lightning_fsdp2.checkpoint.files.paths import raise_missing, resolve_checkpoint
 from lightning_fsdp2.checkpoint.files.storage import CheckpointReader
 from lightning_fsdp2.checkpoint.find import find_checkpoint, find_damaged, get_files
 from lightning_fsdp2.ranks.coordination import gather_objects, get_rank, on_every_rank
@@ -32,6 +34,7 @@ def verify_checkpoint(path: str | Path, *, trust_checkpoint: bool = False) -> li
     """
     found = resolve_checkpoint(path)
     files = get_files(found) if found.is_dir() else {}
+    raise_missing(found, [name for name in files if not (found / name).exists()])
     # compare checksums first, because `find_checkpoint` parses files and would fail on the first damaged one
     raise_damaged(found, find_damaged(found, files))
     find_checkpoint(path, trust=trust_checkpoint)
@@ -80,9 +83,11 @@ def _find_damaged_records(path: AnyPath, rank: int = 0, ranks: int = 1) -> list[
     """Return a list with the first error in this rank's share of the file's zip entries, or [] if all are intact."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(cast(Any, file)) as archive:
+            check_not_compressed(archive)
             for record in archive.infolist()[rank::ranks]:
                 _read(archive, record)
     except Exception as error:  # a damaged archive may raise any exception
+        raise_unreadable(error, path)
         return [f"{path.name} ({error})"]
     return []
 

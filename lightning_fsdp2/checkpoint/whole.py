@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_fsdp2.checkpoint.files.drafts import METADATA_FILE, SUMMARY_FILE, AnyPath, get_path
 from lightning_fsdp2.checkpoint.files.storage import CheckpointReader, load_pickled
-from lightning_fsdp2.checkpoint.formats.directory import LoadPlanner, call_dcp
+from lightning_fsdp2.checkpoint.formats.dcp import call_dcp
+from lightning_fsdp2.checkpoint.formats.directory import LoadPlanner
 from lightning_fsdp2.checkpoint.formats.single_file import read_file
 from lightning_fsdp2.checkpoint.frozen import LEFT_OUT_KEY, LeftOut
 from lightning_fsdp2.weights.description import DESCRIPTIONS_KEY, Description

@@ -1,5 +1,6 @@
 """Commands that read a config: :class:`FSDP2CLI`, which is LightningCLI with two more commands."""
 
+import os
 import re
 import signal
 import sys
@@ -221,11 +222,18 @@ class FSDP2CLI(LightningCLI):
             self._report(error, get_message(error))
 
     def _check_last(self, subcommand: str) -> None:
-        """Refuse ``ckpt_path=last`` if there are only checkpoints with other names. Lightning would load none."""
+        """Refuse ``ckpt_path=last`` if it is gone or has another name. Lightning would load none."""
         callbacks = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
         if len(callbacks) != len(self.trainer.checkpoint_callbacks) or any(each.dirpath is None for each in callbacks):
             return  # what these callbacks save is not known yet
         names = tuple(each.CHECKPOINT_NAME_LAST for each in callbacks)
+        lasts = (Path(str(each.dirpath), f"{each.CHECKPOINT_NAME_LAST}{each.FILE_EXTENSION}") for each in callbacks)
+        for last in lasts:
+            if last.is_symlink() and not last.exists():
+                self._parser(subcommand).error(
+                    f"ckpt_path=last: {last} points to {os.readlink(last)}, which is gone. Give another checkpoint, or"
+                    " remove the link to begin from the start."
+                )
         files = [path for each in callbacks for path in Path(str(each.dirpath)).glob(f"*{each.FILE_EXTENSION}")]
         if files and not any(path.name.startswith(names) for path in files):
             newest = max(files, key=lambda path: path.stat().st_mtime)

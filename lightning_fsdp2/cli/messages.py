@@ -200,8 +200,9 @@ def _walk_subclasses(kind: type) -> Iterator[type]:
     """Yield the subclasses in Lightning, in torch and in this package that a config can name."""
     subclasses: list[type] = kind.__subclasses__()
     for subclass in subclasses:
-        # Lightning's DummyLogger stands in for a logger where none may write
+        # Lightning's DummyLogger stands in for a logger where none may write, and its demos are for tests
         is_private = subclass.__name__.startswith(("_", "Dummy")) or inspect.isabstract(subclass)
+        is_private = is_private or subclass.__module__.startswith("lightning.pytorch.demos")
         if not is_private and subclass.__module__.startswith(("lightning", "torch")):
             yield subclass
         yield from _walk_subclasses(subclass)

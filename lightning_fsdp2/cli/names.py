@@ -104,6 +104,8 @@ def get_hint(message: str, options: Iterable[str]) -> str:
         return "; to choose only the precision of the whole run, use trainer.precision, such as bf16-mixed"
     if found := re.search(r'Parser key "float8":.*\bval(?:ue: |=)\'?(rowwise\w*|tensorwise)\b', message, re.DOTALL):
         return f"; to choose a recipe, write {{recipe: {found[1]}}}"
+    if re.search(r"Option 'init_?arg[^.s']*\.", message):
+        return "; did you mean 'init_args'?"
     if (found := re.match(r"unrecognized arguments: ([^-\s]\S*)", message)) and _is_config(found[1]):
         return f"; did you mean --config {found[1]}?"
     if (found := _MODEL_DIRECTORY.search(message)) and os.path.isfile(os.path.join(found[1], "config.json")):

@@ -1,13 +1,22 @@
-"""Access to the private state that FSDP2 keeps on its modules. Tested with torch 2.11 to 2.15."""
+"""Access to the private state that FSDP2 keeps on its modules. For gradients, see ``fsdp_gradients.py``.
+
+Tested with torch 2.11 to 2.15.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.compat.torch import is_in_backward
 
 
 def initialize_root(module: FSDPModule) -> None:
@@ -36,9 +45,9 @@ def end_forward(module: FSDPModule) -> None:
         state._training_state = TrainingState.IDLE
         if state._state_ctx.iter_forward_root is state:
             state._state_ctx.iter_forward_root = None
-        for group in _get_param_groups(module):
+        for group in get_parameter_groups(module):
             group._training_state = TrainingState.IDLE
-    for group in _get_param_groups(module):
+    for group in get_parameter_groups(module):
         if group._all_gather_result is not None:
             group.wait_for_unshard()
 
@@ -62,7 +71,7 @@ def ensure_gathered_once(module: FSDPModule) -> None:
     """
     if any(
         not hasattr(parameter, "_unsharded_param")
-        for group in _get_param_groups(module)
+        for group in get_parameter_groups(module)
         for parameter in group.fsdp_params
     ):
         module.unshard()
@@ -76,7 +85,7 @@ def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None
     The end of the block restores the modules' settings of ``reshard_after_forward``. FSDP2 has a public function that
     changes these settings, ``FSDPModule.set_reshard_after_forward``, but none that reads them.
     """
-    groups = [group for module in modules for group in _get_param_groups(module)]
+    groups = [group for module in modules for group in get_parameter_groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]
     try:
         for group in groups:
@@ -87,45 +96,163 @@ def keep_unsharded_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None
             group.post_forward_mesh_info = setting
 
 
-def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
-    """Drop the gradients that ``parameters`` of a unit have accumulated without gradient synchronisation.
-
-    torch has no public way to do this.
-    """
-    for group in _get_param_groups(module):
-        chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
-        for parameter in chosen:
-            if hasattr(parameter, "_unsharded_param"):  # set by the parameter's first all-gather
-                parameter._unsharded_param.grad = None
-            # torch 2.15 keeps the accumulated gradient in `grad` instead of in this attribute
-            if parameter.unsharded_accumulated_grad is not None:
-                parameter.unsharded_accumulated_grad = None
-        if len(chosen) == len(group.fsdp_params):
-            # HSDP stores the accumulated gradients of the whole FSDP unit in this attribute
-            group._partial_reduce_output = None
-            getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
-
-
-def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
-    """Copy gradients that accumulated without synchronisation, so that no two parameters share a gradient's memory.
-
-    If several parameters are added or concatenated, autograd may compute one gradient tensor for all of them. Normally,
-    autograd then copies this tensor for each parameter except the last. With DTensors, autograd does not notice the
-    sharing and copies nothing, so the next backward would add to the gradients of several parameters at once.
-    """
-    seen: set[int] = set()
-    for group in (group for module in modules for group in _get_param_groups(module)):
-        for parameter in group.fsdp_params:
-            gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
-            if isinstance(gradient, DTensor):
-                memory = gradient._local_tensor.untyped_storage()._cdata
-                if memory in seen:
-                    parameter._unsharded_param.grad = gradient.clone()
-                seen.add(memory)
-
-
-def _get_param_groups(module: FSDPModule) -> list[Any]:
+def get_parameter_groups(module: FSDPModule) -> list[Any]:
     """Return the parameter groups of a unit: at most one in torch 2.11, and any number in later versions."""
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+@dataclass
+class GatheredWeight:
+    """One parameter of a unit while it is gathered."""
+
+    name: str
+    """Name in the root module."""
+
+    whole: Tensor
+    """Gathered weight, in the compute dtype. With tensor parallelism, this rank's part of it."""
+
+    shard: Tensor
+    """Storage of this rank's rows of :attr:`whole`, in the dtype and on the device of the weights at rest."""
+
+    dim: int
+    """Dim of :attr:`whole` along which the ranks hold shards."""
+
+
+@dataclass
+class GatheringRanks:
+    """Ranks that gather a unit together."""
+
+    ranks: list[int]
+    """Global ranks, replicas included."""
+
+    shards: dist.ProcessGroup | None
+    """Group whose ranks hold the shards of one replica."""
+
+    replicas: dist.ProcessGroup | None
+    """Group whose ranks hold the same shard, one in each replica."""
+
+
+class GatherWatcher(Protocol):
+    """Functions that :func:`watch_gathered_weights` calls."""
+
+    def check_first(self, weights: list[GatheredWeight], ranks: GatheringRanks) -> None:
+        """Check weights without changes, at the end of the unit's first forward with gradients."""
+
+    def write_back(self, weights: list[GatheredWeight], ranks: GatheringRanks) -> None:
+        """Save weights that were changed in place, before their gathered copies are freed."""
+
+
+def watch_gathered_weights(module: FSDPModule, watcher: GatherWatcher) -> None:
+    """Tell ``watcher`` of weights that are changed in place while they are gathered.
+
+    FSDP2 frees the gathered copy of a weight, and with it all changes. It keeps the copy's version number, which every
+    change in place raises, when it gathers the weight again. So to compare version numbers is enough, which needs no
+    operation on the device. torch has no public hook between a forward and the end of the gathered copies.
+    """
+    for group in get_parameter_groups(module):
+        group.__class__ = _WatchedParamGroup
+        group.watch(watcher)
+
+
+@contextmanager
+def drop_changes_in_place(modules: Iterable[FSDPModule]) -> Iterator[list[str]]:
+    """Tell no watcher of changes that are made in the ``with`` block.
+
+    The list that the block gets is filled at its end: the names of the weights that were changed.
+    """
+    groups = [g for module in modules for g in get_parameter_groups(module) if isinstance(g, _WatchedParamGroup)]
+    names: list[str] = []
+    for group in groups:
+        group.is_paused = True
+        group.note_versions()
+    try:
+        yield names
+    finally:
+        for group in groups:
+            names += [_get_name(parameter) for parameter in group.find_changed()]
+            group.is_paused = False
+
+
+class _WatchedParamGroup(FSDPParamGroup):
+    """Parameter group of a unit that tells a watcher of gathered weights that were changed in place."""
+
+    def watch(self, watcher: GatherWatcher) -> None:
+        self.watcher = watcher
+        self.versions: list[int | None] = []
+        self.is_paused = False
+        self.is_first = True
+
+    def note_versions(self) -> None:
+        self.versions = [_get_version(parameter._unsharded_param) for parameter in self.fsdp_params]
+
+    def find_changed(self) -> list[Any]:
+        """Return the parameters that were changed in place since the last call, or since they were gathered."""
+        if not self.is_unsharded:
+            return []
+        before = self.versions
+        self.note_versions()
+        pairs = zip(self.fsdp_params, before, self.versions, strict=True)
+        return [parameter for parameter, old, new in pairs if old != new]
+
+    def post_forward(self, module: Any, input: Any, output: Any) -> Any:
+        if not (self.is_paused or is_in_backward()):  # a recomputed forward is checked when its weights are freed
+            changed = self._report()
+            if self.is_first and self.is_unsharded and torch.is_grad_enabled():
+                self.is_first = False
+                unchanged = [parameter for parameter in self.fsdp_params if parameter not in changed]
+                self.watcher.check_first([_get_gathered(p) for p in unchanged], self._get_ranks())
+        return super().post_forward(module, input, output)
+
+    def _to_unsharded(self) -> None:
+        is_gathered = self.is_unsharded
+        super()._to_unsharded()
+        if not (is_gathered or self.is_paused):
+            self.note_versions()
+
+    def _to_sharded(self) -> None:
+        self._report()
+        super()._to_sharded()
+
+    def _to_sharded_post_forward(self) -> None:
+        self._report()
+        super()._to_sharded_post_forward()
+
+    def _report(self) -> list[Any]:
+        """Tell the watcher of weights that were changed in place, and return their parameters."""
+        changed = [] if self.is_paused else self.find_changed()
+        if changed:
+            self.watcher.write_back([_get_gathered(parameter) for parameter in changed], self._get_ranks())
+        return changed
+
+    def _get_ranks(self) -> GatheringRanks:
+        info: Any = self.mesh_info
+        return GatheringRanks(
+            ranks=info.mesh.mesh.flatten().tolist(),
+            shards=getattr(info, "shard_process_group", None),
+            replicas=getattr(info, "replicate_process_group", None),
+        )
+
+
+def _get_version(tensor: Tensor) -> int | None:
+    if tensor.is_inference():
+        return None
+    # tensor parallel layers change the local tensor, whose changes the DTensor around it does not count
+    local = tensor._local_tensor._version if isinstance(tensor, DTensor) else 0
+    return tensor._version + local
+
+
+def _get_name(parameter: Any) -> str:
+    """Return a parameter's name in the root module; before the first forward, in its own module."""
+    return parameter._param_fqn or parameter._module_info.param_name
+
+
+def _get_gathered(parameter: Any) -> GatheredWeight:
+    whole, shard = parameter._unsharded_param, parameter.sharded_param
+    return GatheredWeight(
+        name=_get_name(parameter),
+        whole=(whole._local_tensor if isinstance(whole, DTensor) else whole).detach(),
+        shard=shard._local_tensor.detach(),
+        dim=parameter.fsdp_placement.dim,
+    )

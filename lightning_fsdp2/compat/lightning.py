@@ -46,6 +46,11 @@ def logs_graph(logger: Logger) -> bool:
     return isinstance(logger, TensorBoardLogger) and bool(logger._log_graph)
 
 
+def set_logged_hyperparameters(owner: Any, values: dict[str, Any]) -> None:
+    """Replace the hyper-parameters that loggers get, of a LightningModule or a data module. Checkpoints keep theirs."""
+    owner._hparams_initial = type(owner._hparams_initial)(values)
+
+
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Set ``module.device_mesh``, as Lightning's own ``ModelParallelStrategy`` does."""
     module._device_mesh = mesh
@@ -127,13 +132,29 @@ def get_logged_step(trainer: Trainer) -> int:
     return int(cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped)
 
 
-def count_batches_of_resumed_epoch(trainer: Trainer) -> int:
-    """Return how many batches of the current epoch were processed before the run was interrupted and resumed.
+def count_logged_steps(fit_loop: dict[str, Any], trainer: Trainer) -> int:
+    """Return the step that the next batch of a run logs, if the run resumes from this state of its fit loop.
 
-    The number is known only in the first iteration after resuming. At all other times, return 0.
+    Lightning's own count is one less in a checkpoint that a hook of a step saved, and is right in one saved later.
     """
-    loop = cast(Any, trainer).fit_loop.epoch_loop
-    return int(loop.batch_progress.current.ready) if loop.restarting else 0
+    if trainer.lightning_module.automatic_optimization:
+        progress = fit_loop["epoch_loop.automatic_optimization.optim_progress"]
+        return int(progress["optimizer"]["step"]["total"]["completed"])
+    counted = fit_loop["epoch_loop.state_dict"].get("_batches_that_stepped", 0)
+    return int(min(counted + 1, fit_loop["epoch_loop.batch_progress"]["total"]["ready"]))
+
+
+def set_logged_step(trainer: Trainer, step: int) -> None:
+    """Set the step number that the Trainer passes to loggers."""
+    cast(Any, trainer).fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def count_batches_of_epoch(trainer: Trainer) -> int:
+    """Return how many batches of the current epoch have begun, those of a run that was resumed included."""
+    loop = cast(Any, trainer).fit_loop
+    epoch = loop.epoch_progress.current
+    # in `on_train_epoch_start`, the batches are still those of the epoch before
+    return int(loop.epoch_loop.batch_progress.current.ready) if epoch.ready == epoch.started else 0
 
 
 def watch_fetches(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:

@@ -99,11 +99,6 @@ def get_hooks(module: nn.Module) -> list[dict[int, Any]]:
     ]
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether ``parameter`` has a hook on its gradient."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
 def is_module_compiled(module: nn.Module) -> bool:
     """Return whether ``module`` was compiled with ``module.compile()``."""
     return module._compiled_call_impl is not None

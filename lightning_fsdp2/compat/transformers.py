@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +114,45 @@ def get_initializer(model: Any) -> Callable[[nn.Module], None]:
     """Return the function that initialises a single module of ``model``, but not the module's submodules."""
     initialize: Callable[[nn.Module], None] = model._init_weights
     return initialize
+
+
+def load_without_code(auto_class: str, source: str | Path, **options: Any) -> Any:
+    """Load a config or a tokenizer with an auto class of transformers, and never run code that is in the files.
+
+    Without ``trust_remote_code=False``, transformers asks in a terminal whether to run this code.
+
+    Raises:
+        ValueError: When the files cannot be used without their own code.
+    """
+    import transformers
+
+    try:
+        return getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(_refuse_code(str(source))) from None
+
+
+def build_without_code(auto_class: Any, config: Any, **options: Any) -> Any:
+    """Build a model with an auto class of transformers, and never run code that the config names.
+
+    Raises:
+        ValueError: When the config needs a class that is in its own code.
+    """
+    try:
+        return auto_class.from_config(config, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(_refuse_code(config.name_or_path or type(config).__name__)) from None
+
+
+def _refuse_code(source: str) -> str:
+    return (
+        f"{source!r} has code of its own (`auto_map`), which this package never runs. Read that code; if you trust it,"
+        " load the model or the tokenizer in your own module or script, with transformers' `trust_remote_code=True`."
+    )
 
 
 def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_fsdp2.compat.transformers import load_without_code
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
 from lightning_fsdp2.data.checks import check_minimum, check_workers
 from lightning_fsdp2.data.loader import (
@@ -189,10 +190,8 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Hugging Face tokenizer, loaded on first use."""
         if self._tokenizer_name is None:
             return build_byte_tokenizer()
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._tokenizer_name)
+            tokenizer: PreTrainedTokenizerBase = load_without_code("AutoTokenizer", self._tokenizer_name)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} is not a directory with a tokenizer, and cannot be loaded from "

@@ -5,8 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import logging
-import os
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,91 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2._refusals import get_root_cause
-from lightning_fsdp2._suggestions import suggest_path
+from lightning_fsdp2.data.files import find_files, get_kind, open_file, refuse_unreadable_files
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
 
-PYTHON_STDLIB = "python-stdlib"
-"""Path that stands for the Python source of the running interpreter's standard library."""
-
-DEFAULT_SUFFIXES = (".txt", ".md", ".py", ".json", ".jsonl", ".parquet")
-
-_JSON_SUFFIXES = (".json", ".jsonl")
-_PARQUET_SUFFIXES = (".parquet",)
-_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_JSON = (".json", ".jsonl")
+_CSV = (".csv",)
+_PARQUET = (".parquet",)
+_TABLES = _JSON + _CSV + _PARQUET
 
 log = logging.getLogger(__name__)
-
-
-def find_files(
-    path: str | Sequence[str], suffixes: Iterable[str] = DEFAULT_SUFFIXES, *, option: str = "path"
-) -> list[str]:
-    """Find the files that ``path`` refers to: a file, a directory, a glob, ``"python-stdlib"``, or a list of them.
-
-    Args:
-        path: Path or paths to look for. A directory stands for all files below it that have one of the ``suffixes`` and
-            are not hidden. Files given by name or by a glob may have any suffix.
-        suffixes: Endings of file names, with their dot.
-        option: Name of ``path`` in error messages.
-
-    Returns:
-        Absolute paths without duplicates, in the order of the given paths. The files of each given path are sorted.
-
-    Raises:
-        FileNotFoundError: When one of the given paths matches no file.
-    """
-    members = [path] if isinstance(path, str | os.PathLike) else path
-    files = [str(file.absolute()) for member in members for file in _expand(member, tuple(suffixes), option)]
-    if not files:
-        raise FileNotFoundError(f"{option}={path!r} is empty; name a file, a directory, a glob or {PYTHON_STDLIB!r}.")
-    return list(dict.fromkeys(files))
-
-
-def _expand(member: str, suffixes: tuple[str, ...], option: str) -> list[Path]:
-    if member == PYTHON_STDLIB:
-        return _find_stdlib_files()
-    path = Path(member).expanduser()
-    if path.is_dir():
-        return _find_files_of_directory(path, suffixes, option)
-    files = [path] if path.is_file() else sorted(filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))))
-    if not files:
-        hint = suggest_path(path) or f"; check its spelling{_name_other_sources(suffixes, option)}."
-        raise FileNotFoundError(
-            f"{option}={member!r} is neither a file nor a directory on this machine and, as a glob, matches no file"
-            f"{hint}"
-        )
-    return files
-
-
-def _name_other_sources(suffixes: tuple[str, ...], option: str) -> str:
-    hub = ", or name a dataset of the Hub as `dataset`" if option == "path" else ""
-    return f"{hub}, or use {PYTHON_STDLIB!r} for a corpus that every machine has" if ".py" in suffixes else hub
-
-
-def _find_files_of_directory(directory: Path, suffixes: tuple[str, ...], option: str) -> list[Path]:
-    files = _walk(directory, suffixes, leave_out=lambda name: name.startswith("."))
-    if not files:
-        raise FileNotFoundError(
-            f"{option}={str(directory)!r} is a directory without a file that ends in one of suffixes={list(suffixes)}; "
-            "set suffixes to the endings of your files."
-        )
-    return files
-
-
-def _find_stdlib_files() -> list[Path]:
-    return _walk(Path(sysconfig.get_path("stdlib")), (".py",), leave_out=_NOT_STDLIB.__contains__)
-
-
-def _walk(directory: Path, suffixes: tuple[str, ...], *, leave_out: Callable[[str], bool]) -> list[Path]:
-    """List the files below a directory, sorted. Skip files and folders if ``leave_out(name)`` is True."""
-    files: list[Path] = []
-    for folder, subfolders, names in os.walk(directory):
-        subfolders[:] = [name for name in subfolders if not leave_out(name)]
-        files += [Path(folder, name) for name in names if name.endswith(suffixes) and not leave_out(name)]
-    return sorted(files)
 
 
 @dataclass(frozen=True)
@@ -163,18 +90,19 @@ def load_documents(
 ) -> Dataset | IterableDataset:
     """Read documents with the ``datasets`` library, which caches them.
 
-    Each row of a dataset is a document, and so is each row of a ``.parquet`` file and each object in a ``.json`` or
-    ``.jsonl`` file (one object per line, or one list of objects). Any other file is one document in UTF-8. Empty
-    documents are left out. Text files that are not UTF-8 are left out with a warning.
+    Each row of a dataset is a document, and so is each row of a ``.csv`` or ``.parquet`` file and each object in a
+    ``.json`` or ``.jsonl`` file (one object per line, or one list of objects). Any other file is one document in UTF-8.
+    Each kind of file may be compressed (``.gz``, ``.bz2``, ``.xz``, ``.zst``). Documents without text, and text files
+    that are not UTF-8, are left out with a warning that counts them.
 
     Args:
         source: Files, as from :func:`find_files`, or a dataset.
-        text_column: Column of datasets, JSON and Parquet files that contains the documents.
+        text_column: Column of datasets, CSV, JSON and Parquet files that contains the documents.
         streaming: Whether to read documents on demand, from the beginning in each pass.
         cache_dir: Cache directory of ``datasets``; None for its default.
 
     Returns:
-        A dataset with the single column ``text``. Text files come first, then JSON, then Parquet.
+        A dataset with the single column ``text``. Text files come first, then JSON, then CSV, then Parquet.
 
     Raises:
         ValueError: When ``text_column`` is not a column of strings, the dataset or split does not exist, or all
@@ -182,17 +110,30 @@ def load_documents(
     """
     if isinstance(source, DatasetSplit):
         documents = _select_text(_load_dataset(source, streaming, cache_dir), text_column, source.name)
+        name = f"dataset={source.name!r} (split={source.split!r})"
         emptiness = f"dataset={source.name!r} holds no text in split={source.split!r}; use a different split"
     else:
         documents = _load_files(source, text_column, streaming, cache_dir)
+        name = repr(source[0]) if len(source) == 1 else f"{len(source)} files (the first is {source[0]!r})"
         emptiness = (
             f"path holds no text: the {len(source)} file(s) (the first is {source[0]!r}) are empty or not UTF-8; "
             "convert them to UTF-8 or set path to other files"
         )
-    documents = documents.filter(bool, input_columns="text", **get_bar_options(documents, "Dropping empty documents"))
-    if not streaming and len(documents) == 0:
+    if streaming:
+        return documents.filter(partial(_has_text_or_warn, name=name), input_columns="text")
+    full = documents.filter(bool, input_columns="text", desc="Dropping empty documents")
+    if len(full) == 0:
         raise ValueError(f"{emptiness}.")
-    return documents
+    if len(full) < len(documents):
+        empty = len(documents) - len(full)
+        rank_zero_warn(f"{empty} of {len(documents)} documents of {name} have no text and are left out.")
+    return full
+
+
+def _has_text_or_warn(text: str | None, name: str) -> bool:
+    if not text:
+        rank_zero_warn(f"Documents of {name} that have no text are left out.")  # Python shows the same warning once
+    return bool(text)
 
 
 def get_bar_options(rows: Dataset | IterableDataset, text: str) -> dict[str, str]:
@@ -209,20 +150,18 @@ def _load_files(
 
     readers: Any = IterableDataset if streaming else Dataset
     options = {} if streaming else {"cache_dir": cache_dir}
-    json_files = [file for file in files if file.endswith(_JSON_SUFFIXES)]
-    parquet = [file for file in files if file.endswith(_PARQUET_SUFFIXES)]
-    text = [file for file in files if not file.endswith(_JSON_SUFFIXES + _PARQUET_SUFFIXES)]
+    refuse_unreadable_files(files)
+    read_text = partial(readers.from_text, sample_by="document", encoding_errors="replace", **options)
     parts = []
-    if text:
-        read = partial(readers.from_text, sample_by="document", encoding_errors="replace", **options)
-        rows = _read(read, text)
-        parts.append(_drop_what_is_not_utf8(rows))
-    if json_files:
-        rows = _read(partial(readers.from_json, **options), json_files)
-        parts.append(_select_text(rows, text_column, json_files[0]))
-    if parquet:
-        rows = _read(partial(readers.from_parquet, **options), parquet)
-        parts.append(_select_text(rows, text_column, parquet[0]))
+    if text := [file for file in files if get_kind(file) not in _TABLES]:
+        parts.append(_drop_what_is_not_utf8(_read(read_text, text)))
+    for kinds, read in (
+        (_JSON, readers.from_json),
+        (_CSV, readers.from_csv),
+        (_PARQUET, readers.from_parquet),
+    ):
+        if tables := [file for file in files if get_kind(file) in kinds]:
+            parts.append(_select_text(_read(partial(read, **options), tables), text_column, tables[0]))
     return concatenate_datasets(parts)
 
 
@@ -290,14 +229,29 @@ def _select_text(rows: Dataset | IterableDataset, text_column: str, name: str) -
     documents = rows.select_columns(text_column)
     # `features` may be None for a streamed dataset
     feature = documents.features and documents.features[text_column]
-    if feature and (not isinstance(feature, Value) or feature.dtype not in ("string", "large_string")):
+    if feature and not _is_string(feature):
+        strings = [column for column in columns if _is_string(rows.features[column])]
+        remedy = f"set text_column to one of {strings}" if strings else "write every value of this column as a string"
         raise ValueError(
-            f"text_column={text_column!r} of {name!r} contains {feature}, not strings; "
-            f"set text_column to one of {columns} that contains strings."
+            f"text_column={text_column!r} of {name!r} contains {_describe_first_without_text(documents, text_column)},"
+            f" not strings; {remedy}."
         )
     if text_column != "text":
         documents = documents.rename_column(text_column, "text")
     return documents.cast_column("text", Value("string")) if feature else documents
+
+
+def _is_string(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _describe_first_without_text(documents: Dataset | IterableDataset, column: str) -> str:
+    """Name the type of the first value that is neither a string nor missing, its value and its row."""
+    values = ((number, row[column]) for number, row in enumerate(documents, 1))
+    for number, value in values:
+        if value is not None and not isinstance(value, str):
+            return f"values such as {str(value)[:60]!r} in row {number} ({type(value).__name__})"
+    return f"{documents.features[column]} values"
 
 
 def _get_columns(rows: Dataset | IterableDataset) -> list[str]:
@@ -330,6 +284,7 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         name = f"{source.name} ({source.split})"
         options = {"with_indices": True, "features": features, "fn_kwargs": {"name": name}}
         return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
+    refuse_unreadable_files(source)
     if next(_read_rows([(file, "") for file in source]), None) is None:
         raise ValueError(
             f"path contains no rows: the {len(source)} file(s) (the first is {source[0]!r}) are empty; "
@@ -391,16 +346,17 @@ def _hash_file(file: str) -> str:
 
 def _read_rows(files: list[tuple[str, str]]) -> Iterator[dict[str, str]]:
     for file, _ in files:
-        if file.endswith(_PARQUET_SUFFIXES):
+        kind = get_kind(file)
+        if kind in _PARQUET:
             yield from _read_table(file)
-        elif file.endswith(".json") and _is_list(file):
+        elif kind == ".json" and _is_list(file):
             yield from _read_list(file)
         else:
             yield from _read_lines(file)
 
 
 def _read_lines(file: str) -> Iterator[dict[str, str]]:
-    with open(file, "rb") as lines:
+    with open_file(file) as lines:
         for number, line in enumerate(lines, 1):
             location = f"{file}, line {number}"
             try:
@@ -414,13 +370,14 @@ def _read_lines(file: str) -> Iterator[dict[str, str]]:
 
 
 def _is_list(file: str) -> bool:
-    with open(file, "rb") as content:
+    with open_file(file) as content:
         return content.read(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _read_list(file: str) -> Iterator[dict[str, str]]:
     try:
-        rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+        with open_file(file) as content:
+            rows = json.loads(content.read().decode("utf-8-sig"))
     except ValueError as error:  # raised for invalid JSON or invalid UTF-8
         raise ValueError(
             f"{file}: the file is not a JSON list ({error}); repair it, or write one object per line."
@@ -432,6 +389,7 @@ def _read_list(file: str) -> Iterator[dict[str, str]]:
 def _read_table(file: str) -> Iterator[dict[str, str]]:
     from pyarrow.parquet import ParquetFile
 
-    rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
-    for number, row in enumerate(rows):
-        yield _to_json(row, number, file)
+    with open_file(file) as content:
+        rows = (row for batch in ParquetFile(content).iter_batches() for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield _to_json(row, number, file)

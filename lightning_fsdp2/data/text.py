@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_fsdp2.data.checks import check_minimum
+from lightning_fsdp2.data.files import DEFAULT_SUFFIXES
 from lightning_fsdp2.data.loader import SequenceStream
 from lightning_fsdp2.data.module import SequenceDataModule, split_in_two
 from lightning_fsdp2.data.packing import PackedStream, pack_documents
-from lightning_fsdp2.data.sources import DEFAULT_SUFFIXES, Source, load_documents
+from lightning_fsdp2.data.sources import Source, load_documents
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -31,14 +32,16 @@ class TextDataModule(SequenceDataModule):
 
     Args:
         path: A file, a directory, a glob, ``python-stdlib`` (the source of Python's own standard library), or a list of
-            them. ``.json``, ``.jsonl`` and ``.parquet`` files contain one document per row. Any other file is one
-            document in UTF-8.
+            them. ``.csv``, ``.json``, ``.jsonl`` and ``.parquet`` files contain one document per row. Any other file is
+            one document in UTF-8. Files may be compressed (``.gz``, ``.bz2``, ``.xz``, ``.zst``). A path that is given
+            twice is used twice.
         dataset: Data to use in place of ``path``, with one document per row: a name for ``datasets.load_dataset``, such
             as a dataset on the Hugging Face Hub, or a directory that ``save_to_disk`` wrote.
         subset: Configuration of ``dataset`` to use, if it has several.
         split: Part of ``dataset`` to train on.
-        text_column: Column of datasets, JSON and Parquet files that contains the documents.
-        suffixes: Endings of the names of files to take from a directory. Default: .txt .md .py .json .jsonl .parquet.
+        text_column: Column of datasets, CSV, JSON and Parquet files that contains the documents.
+        suffixes: Endings of the names of files to take from a directory. Default: .txt .md .py .json .jsonl
+            .csv .parquet.
         tokenizer: Directory or Hub name of a Hugging Face tokenizer. Default: one token per byte, which needs no
             download.
         sequence_length: Tokens per sequence.

@@ -7,6 +7,7 @@ are needed for each stored tensor. Then the ranks write the files in parallel. E
 tensors that the ranks gather for this file.
 """
 
+import errno
 import json
 import logging
 import os
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp2.checkpoint.files.drafts import Draft, check_free_space
+from lightning_fsdp2.checkpoint.files.drafts import Draft, check_free_space, discard_on_error
+from lightning_fsdp2.checkpoint.files.errors import name_file, say_what_is_kept
 from lightning_fsdp2.checkpoint.find import find_checkpoint
 from lightning_fsdp2.checkpoint.verify import verify_together
 from lightning_fsdp2.compat.torch import get_group_timeout
+from lightning_fsdp2.compat.transformers import load_without_code
 from lightning_fsdp2.export.adapters import build_adapter_file_layout, merge_adapter, write_adapter_config
 from lightning_fsdp2.export.files import FileLayout, build_file_layout
 from lightning_fsdp2.export.sources import Weights, open_checkpoint, open_module
@@ -94,12 +97,12 @@ def export_hf(
             checkpoint is incomplete or does not record which model it contains. When ``pretrained`` is a different
             model. When ``out`` is remote, or when ``out`` is or contains the working directory or the checkpoint.
         FileExistsError: When ``out`` is not empty and ``overwrite`` is not set.
-        OSError: When ``out`` cannot be created, the disk does not have enough free space, or ``tokenizer`` cannot be
-            loaded.
+        OSError: When ``out`` cannot be created, the disk does not have enough free space, a file cannot be written, or
+            ``tokenizer`` cannot be loaded.
         FileNotFoundError: When the checkpoint does not exist, or when it leaves out frozen weights of a pretrained
             model whose directory does not exist.
-        RuntimeError: When a file cannot be written, or when a rank does not call this function within half the timeout
-            of the process group's collectives. All errors are raised on every rank, and an existing ``out`` is kept.
+        RuntimeError: When a rank does not call this function within half the timeout of the process group's
+            collectives. All errors are raised on every rank, and an existing ``out`` is kept.
     """
     _wait_for_all_ranks()
     if "://" in str(out):
@@ -136,20 +139,20 @@ def _write_directory(out: Path, weights: Weights, layout: FileLayout, tokenizer:
     drafts: list[Draft] = []  # only rank 0 appends a draft
 
     def start() -> Path:
-        check_free_space(out, layout.total_size)
+        check_free_space(out, layout.total_size, what="export")
         drafts.append(start_draft(out))
-        drafts[0].path.mkdir()
         # write the small files first, so that a wrong tokenizer is reported before the weights are written
-        _write_descriptions(drafts[0].path, weights, layout, tokenizer)
+        loaded = _load_tokenizer(tokenizer, weights.description["tokenizer"])
+        with say_what_is_kept(out, "export"), name_file(drafts[0].path):
+            drafts[0].path.mkdir()
+            _write_descriptions(drafts[0].path, weights, layout, loaded)
         return drafts[0].path
 
-    try:
-        _write_files(on_first_rank(start), weights, layout)
-        on_first_rank(lambda: _publish(drafts[0]))
-    except BaseException:
-        for draft in drafts:
-            draft.discard()
-        raise
+    with discard_on_error(drafts):
+        folder = on_first_rank(start)
+        with say_what_is_kept(out, "export"):
+            _write_files(folder, weights, layout)
+            on_first_rank(lambda: _publish(drafts[0]))
 
 
 def check_free(out: Path, overwrite: bool, source: str | Path | None = None, *, name: str = "out") -> None:
@@ -290,14 +293,13 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
 
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-        _sync(path)
-    except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"{path} could not be written: {error}") from error
+    except SafetensorError as error:  # raised also for errors of the file system
+        raise OSError(errno.EIO, str(error), str(path)) from error
+    _sync(path)
 
 
 def _write_descriptions(folder: Path, weights: Weights, layout: FileLayout, tokenizer: Any) -> None:
     """Write the configs, the tokenizer and all other files except the weights."""
-    tokenizer = _load_tokenizer(tokenizer, weights.description["tokenizer"])
     if weights.adapted is not None:
         write_adapter_config(folder, weights)
     else:
@@ -352,13 +354,11 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 def _load_tokenizer(tokenizer: Any, default: str) -> Any:
     """Load ``tokenizer`` if it is a directory or hub id; if it is None, load the tokenizer at ``default``, if any."""
-    from transformers import AutoTokenizer
-
     if isinstance(tokenizer, str | Path):
         if Path(tokenizer).is_dir() and not _has_tokenizer(tokenizer):
             raise ValueError(f"export_hf(tokenizer={str(tokenizer)!r}): the directory has no tokenizer files.")
         try:
-            return AutoTokenizer.from_pretrained(tokenizer)
+            return load_without_code("AutoTokenizer", tokenizer)
         except (OSError, ValueError) as error:
             is_there = Path(tokenizer).is_dir()
             problem = (
@@ -368,7 +368,7 @@ def _load_tokenizer(tokenizer: Any, default: str) -> Any:
                 f"export_hf(tokenizer={str(tokenizer)!r}): {problem}: {str(error).partition(chr(10))[0]}"
             ) from error
     if tokenizer is None and _has_tokenizer(default):
-        return AutoTokenizer.from_pretrained(default, local_files_only=True)
+        return load_without_code("AutoTokenizer", default, local_files_only=True)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(
             f"export_hf(tokenizer=<{type(tokenizer).__name__}>) is not a transformers tokenizer, since it has no"
@@ -412,7 +412,7 @@ def _get_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
+    with name_file(path), open(path, "rb") as file:
         os.fsync(file.fileno())
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,18 +11,18 @@ import torch
 import transformers
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2._secrets import HIDDEN, hide_secrets, is_secret
+from lightning_fsdp2.compat.lightning import set_logged_hyperparameters
 from lightning_fsdp2.managers.dtypes import get_dtypes
 from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import get_class, get_class_name, get_hf_models
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_SECRET_NAME = re.compile(r"(token|secret|password|passwd|credentials?|(^|_)key|apikey)$", re.IGNORECASE)
-_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S*(?:sig|key|token|credential)\S*", re.IGNORECASE)
 
 _MOST_ITEMS = 200
 """Maximum length of a list or dict that is described item by item. A longer list or dict may be a whole dataset."""
@@ -91,14 +90,38 @@ def describe_step(trainer: Any) -> str | None:
     )
 
 
-def hide_secrets(text: str) -> str:
-    """Return ``text`` without the passwords and keys that URLs in it may contain."""
-    return _SECRET_IN_URL.sub("", text)
+def hide_hyperparameters(owner: Any) -> None:
+    """Hide secrets in the hyper-parameters that loggers get, and warn of them, because checkpoints hold them too.
+
+    Args:
+        owner: LightningModule or data module that has called ``save_hyperparameters``; any other is left alone.
+    """
+    values = dict(getattr(owner, "hparams_initial", {}))
+    shown = {name: _hide(name, value) for name, value in values.items()}
+    if names := [name for name, value in values.items() if shown[name] is not value]:
+        set_logged_hyperparameters(owner, shown)
+        rank_zero_warn(
+            f"{type(owner).__name__}.save_hyperparameters() takes {', '.join(names)}, which may hold secrets. Loggers"
+            " do not get them, but checkpoints and config files hold them as they are. If they are secrets, use"
+            f" save_hyperparameters(ignore={names}), and read them from the environment.",
+            category=UserWarning,
+        )
 
 
-def is_secret(name: str) -> bool:
-    """Return whether an option called ``name`` probably contains a secret."""
-    return _SECRET_NAME.search(name) is not None
+def _hide(name: str, value: Any) -> Any:
+    """Return ``value`` itself, or a copy without the secrets in it."""
+    if is_secret(name) and isinstance(value, str | bytes) and value:
+        return HIDDEN
+    if isinstance(value, str):
+        shown = hide_secrets(value)
+        return value if shown == value else shown
+    if isinstance(value, Mapping):
+        items = {key: _hide(str(key), item) for key, item in value.items()}
+        return value if all(items[key] is item for key, item in value.items()) else items
+    if isinstance(value, list | tuple):
+        parts = [_hide(name, item) for item in value]
+        return value if all(part is item for part, item in zip(parts, value, strict=True)) else parts
+    return value
 
 
 def _count_parameters(module: nn.Module) -> dict[str, int]:

@@ -352,11 +352,13 @@ class CausalLM(LightningModule):
 
     def _log_evaluation_loss(self, stage: str) -> None:
         totals, self._evaluation_totals = get_from_last_stage(self, self._evaluation_totals), None
-        if totals is None:
-            return
+        if totals is None:  # other ranks may have samples
+            totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         # log metrics from host memory, so that the progress bar does not wait for the device at every refresh
         totals = sum_over_positions(self.model, totals)
         loss_sum, tokens = self.trainer.strategy.reduce(totals, reduce_op="sum").cpu().unbind()
+        if not tokens:  # a subclass has its own `validation_step`
+            return
         loss = loss_sum / tokens
         self.log(f"{stage}/loss", loss, prog_bar=True, sync_dist=True)
         self.log(f"{stage}/perplexity", loss.exp(), sync_dist=True)

@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_fsdp2._suggestions import suggest
-from lightning_fsdp2.compat.transformers import build_from_config
+from lightning_fsdp2.compat.transformers import build_from_config, build_without_code, load_without_code
 from lightning_fsdp2.modules.structure import get_float32_buffers
 from lightning_fsdp2.weights.pretrained import get_weight_files, load_pretrained, set_pretrained
 
@@ -119,10 +118,10 @@ def build_model(
     """Build a model in training mode from ``config``. Its weights are new, or absent if ``on_meta`` is True."""
     model_class = _get_class(auto_class)
     _check_config_is_of(model_class, config)
-    build = getattr(model_class, "from_config", None) or partial(build_from_config, model_class)
+    build = build_without_code if hasattr(model_class, "from_config") else build_from_config
     try:
         with torch.device("meta" if on_meta else torch.get_default_device()):
-            return build(config, **options).train()
+            return build(model_class, config, **options).train()
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
@@ -144,7 +143,7 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
 
     if isinstance(source, str):
         try:
-            return AutoConfig.from_pretrained(source)
+            return load_without_code("AutoConfig", source)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"CausalLM({source!r}): this is neither a directory with a config.json nor a readable model on the"
@@ -222,9 +221,7 @@ def get_optional_folder(pretrained: str | Path) -> Path | None:
 
 
 def _read_config(folder: Path, changes: Mapping[str, Any]) -> "PretrainedConfig":
-    from transformers import AutoConfig
-
-    config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    config, unknown = load_without_code("AutoConfig", folder, return_unused_kwargs=True, **changes)
     if unknown:
         raise ValueError(
             f"from_pretrained(config={dict(changes)!r}): {type(config).__name__} has no {', '.join(unknown)}; check the"

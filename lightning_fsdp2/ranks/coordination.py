@@ -14,7 +14,7 @@ from lightning_fsdp2.ranks.failures import describe_ranks, fail_together, make_p
 
 T = TypeVar("T")
 
-_groups: dict[tuple[dist.ProcessGroup | None, str], dist.ProcessGroup] = {}
+_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
 
 def get_rank() -> int:
@@ -34,6 +34,18 @@ def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     key = (dist.group.WORLD, purpose)
     if key not in _groups:
         _groups[key] = dist.new_group(backend="gloo", timeout=timeout)
+    set_group_timeout(_groups[key], timeout)
+    return _groups[key]
+
+
+def get_group_of_ranks(ranks: Sequence[int], purpose: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Return the CPU process group of some ranks for one purpose, as :func:`get_group` does for all ranks.
+
+    Only these ranks create the group.
+    """
+    key = (dist.group.WORLD, purpose, *ranks)
+    if key not in _groups:
+        _groups[key] = dist.new_group([*ranks], timeout, "gloo", use_local_synchronization=True)
     set_group_timeout(_groups[key], timeout)
     return _groups[key]
 
@@ -69,7 +81,7 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         end = f"within {timeout}" if is_late else "before the connection to a rank ended"
         raise RuntimeError(
             f"Rank {dist.get_rank()} wants to {purpose}, but not every rank reached this point {end}"
-            f"{_name_missing_ranks(store, keys)}. {remedy}"
+            f"{name_missing_ranks(store, keys, range(ranks))}. {remedy}"
         ) from error
     store.delete_key(keys[dist.get_rank()])
     # The store disappears when the process of rank 0 ends, which may be right after this call.
@@ -131,9 +143,16 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def _name_missing_ranks(store: Any, keys: Sequence[str]) -> str:
+def name_missing_ranks(store: Any, keys: Sequence[str], ranks: Sequence[int]) -> str:
+    """Return the end of an error message that names the ranks without a key in ``store``, or "" if none is known.
+
+    Args:
+        store: Store in which every rank that has arrived has set its key.
+        keys: Keys in the order of ``ranks``.
+        ranks: Ranks that were waited for.
+    """
     try:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
     except RuntimeError:  # the store is gone, because the process that hosted it has ended
         return ""
     return f": {'ranks' if len(missing) > 1 else 'rank'} {describe_ranks(missing)} did not" if missing else ""

@@ -10,6 +10,10 @@ import torch.distributed as dist
 _LISTED = 16
 
 
+class ExitOfAllRanks(SystemExit):
+    """Exit that all ranks raise at the same point, so that no rank waits for another."""
+
+
 @contextmanager
 def fail_together(groups: Sequence[dist.ProcessGroup] = ()) -> Iterator[None]:
     """Raise an error on all ranks at the end of a ``with`` block if any rank failed in it.

@@ -10,7 +10,7 @@ from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.weights.adapters import check_peft
-from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 
 
@@ -35,6 +35,7 @@ def prepare_for_ddp(
     """
     check_not_sharded(model)
     check_peft(model)
+    check_initialized(model)
     structure = find_structure(model)
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)

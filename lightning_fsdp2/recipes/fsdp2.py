@@ -14,10 +14,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import Float8Config, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.mesh import get_device, get_shard_size
 from lightning_fsdp2.mesh_axes import AxisNames, MeshAxes, get_mesh_axes
+from lightning_fsdp2.modules.kept_parameters import find_kept_parameters, replace_kept_parameters
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
-from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, apply_prefetch, check_reshard_after_forward
+from lightning_fsdp2.parallel.data.fully_shard import (
+    apply_fully_shard,
+    apply_prefetch,
+    check_reshard_after_forward,
+    get_fsdp_modules,
+)
+from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.data.units import UnitPlan, build_unit_plan
 from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
 from lightning_fsdp2.parallel.expert.checks import check_experts
@@ -31,9 +38,10 @@ from lightning_fsdp2.parallel.pipeline.split import Split, build_split
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel, get_optional_stack, get_shard_shapes
 from lightning_fsdp2.parallel.tensor.fusion import CollectiveFusion, build_collective_fusion
 from lightning_fsdp2.parallel.tensor.plans import get_style
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.recipes.imports import import_plan
 from lightning_fsdp2.weights.adapters import check_peft
-from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 
 logger = logging.getLogger(__name__)
@@ -78,6 +86,8 @@ def parallelize_with_fsdp2(
     """
     check_not_sharded(model)
     check_peft(model)
+    check_initialized(model)
+    treat_dtensors_as_whole()
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
     policy = resolve_mp_policy(config.mp_policy)
@@ -87,6 +97,7 @@ def parallelize_with_fsdp2(
     device = get_device(device_mesh)
     split = None if axes.pp is None else _build_split(structure, axes.pp, config)
     float8 = _choose_float8(structure, axes, config, device if materializes else None)
+    kept = find_kept_parameters(model)
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
@@ -108,10 +119,12 @@ def parallelize_with_fsdp2(
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     _apply_prefetch(plan, config)
+    keep_changes_in_place(get_fsdp_modules(model))
     if materializes:
         weights_device = device if offload_policy is None else torch.device("cpu")
         load_pretrained(model, weights_device, device_mesh)
         materialize(model, weights_device, device_mesh)
+    replace_kept_parameters(kept)
     if split is not None:
         apply_pipeline_parallel(model, split, device_mesh, config)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)

@@ -12,7 +12,7 @@ from lightning_fsdp2.mesh_axes import check_no_expert_parallel, check_no_pipelin
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
-from lightning_fsdp2.parallel.data.units import check_shardable
+from lightning_fsdp2.parallel.data.units import check_no_hooks, check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.megatron.driver import take_over_optimizer
@@ -24,11 +24,12 @@ from lightning_fsdp2.parallel.megatron.wrap import (
     get_unit_classes,
     spread_parameters,
 )
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.recipes.fsdp2 import check_unused_plan, maybe_apply_tensor_parallel, warn_of_tensor_parallel_flags
 from lightning_fsdp2.recipes.imports import import_unit_classes
 from lightning_fsdp2.sizes import CONTEXT_PARALLEL, TENSOR_PARALLEL
 from lightning_fsdp2.weights.adapters import check_peft
-from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, materialize
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 
 
@@ -55,6 +56,8 @@ def parallelize_with_megatron_fsdp(
     """
     check_not_sharded(model)
     check_peft(model)
+    check_initialized(model)
+    treat_dtensors_as_whole()
     structure = find_structure(model)
     check_supported(device_mesh, config)
     check_no_expert_parallel(device_mesh, "Megatron-FSDP")
@@ -66,6 +69,7 @@ def parallelize_with_megatron_fsdp(
     unit_classes = get_unit_classes(structure) if paths is None else import_unit_classes(paths)
     check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
     check_shardable(model, "Megatron-FSDP")
+    check_no_hooks(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)

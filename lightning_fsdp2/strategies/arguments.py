@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 T = TypeVar("T")
+
+RandomNumbers: TypeAlias = Literal["per_data_rank", "shared"]
+"""Which ranks draw the same random numbers in training: only those that read the same data, or all ranks."""
 
 
 def read_options(strategy: str, option: str, value: Any, kind: type[T]) -> T:
@@ -42,3 +45,14 @@ def check_timeouts(strategy: str, **timeouts: Any) -> None:
             raise TypeError(f"{strategy}({name}={value!r}) must be a timedelta; pass timedelta(...).")
         if value is not None and value <= timedelta(0):
             raise ValueError(f"{strategy}({name}={str(value)!r}) must be longer than 0.")
+
+
+def shares_random_numbers(strategy: str, value: object) -> bool:
+    """Return whether the argument ``random_numbers`` says that all ranks draw the same random numbers.
+
+    Raises:
+        ValueError: When ``value`` is not a word of :data:`RandomNumbers`.
+    """
+    if value not in get_args(RandomNumbers):
+        raise ValueError(f"{strategy}(random_numbers={value!r}) must be 'per_data_rank' or 'shared'.")
+    return value == "shared"

@@ -24,7 +24,7 @@ from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.parallel.data.ddp import Replica
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
+from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parts.step_region import OUTSIDE_CALL_TIMEOUT
 from lightning_fsdp2.strategies.precision import choose_autocast
@@ -52,6 +52,9 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
+        random_numbers: Which random numbers ranks draw in training, such as for dropout, noise and augmentation.
+            ``"per_data_rank"``: ranks that read different data draw different numbers. ``"shared"``: all ranks draw the
+            same numbers.
 
     Raises:
         TypeError: When an argument is unknown or has the wrong type.
@@ -76,12 +79,15 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         timeout: timedelta = timedelta(minutes=30),
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
+        random_numbers: RandomNumbers = "per_data_rank",
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         check_timeouts(type(self).__name__, **timeouts)
         config = read_options(type(self).__name__, "config", config, DDPConfig)
         checkpoint = read_options(type(self).__name__, "checkpoint", checkpoint, CheckpointConfig)
-        super().__init__(sizes=ParallelSizes(), config=config, checkpoint=checkpoint, **timeouts)
+        super().__init__(
+            sizes=ParallelSizes(), config=config, checkpoint=checkpoint, random_numbers=random_numbers, **timeouts
+        )
         self._forward_redirection = DDPForwardRedirection()
         self._replica: Replica | None = None
         self._has_stepped = self._has_backward = False
@@ -150,7 +156,8 @@ class DDPStrategy(MeshStrategy[DDPManager]):
             exception.args = (
                 f"{exception}\nSome parameters do not contribute to the loss: freeze them, or set"
                 " DDPConfig(find_unused_parameters=True). Under manual optimisation, another cause is a"
-                " `loss.backward()`: call `self.manual_backward(loss)` instead.",
+                " `loss.backward()`: call `self.manual_backward(loss)` instead. DDP also needs the gradients of all"
+                " parameters, so `backward(inputs=...)` cannot leave out any.",
             )
         super().on_exception(exception)
 

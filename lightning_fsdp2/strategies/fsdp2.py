@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
+from lightning_fsdp2.compat.autograd import replace_backward_inputs
 from lightning_fsdp2.compat.fsdp import initialize_root
+from lightning_fsdp2.compat.fsdp_gradients import watch_gradients
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
@@ -26,11 +28,18 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.modules.wrapping import show_signature
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
-from lightning_fsdp2.parallel.data.gradients import defer_grad_sync, drop_deferred_gradients, extend_zero_grad
+from lightning_fsdp2.parallel.data.gradients import (
+    choose_backward_inputs,
+    defer_grad_sync,
+    drop_deferred_gradients,
+    extend_zero_grad,
+)
+from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
+from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import get_differences, tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
@@ -72,6 +81,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
+        random_numbers: Which random numbers ranks draw in training, such as for dropout, noise and augmentation.
+            ``"per_data_rank"``: ranks that read different data draw different numbers. ``"shared"``: all ranks draw the
+            same numbers.
 
     Raises:
         TypeError: When an argument is unknown or has the wrong type.
@@ -100,6 +112,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         timeout: timedelta = timedelta(minutes=30),
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
+        random_numbers: RandomNumbers = "per_data_rank",
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         check_timeouts(type(self).__name__, **timeouts)
@@ -113,7 +126,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             ep_size=ep_size,
             pp_size=pp_size,
         )
-        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
+        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, random_numbers=random_numbers, **timeouts)
         self._patches = ExitStack()
         self.pipelining: Pipelining | None = None
 
@@ -148,6 +161,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             # keep this patch of transformers until teardown, because activation checkpointing reruns layers in backward
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
+        self._patches.enter_context(replace_backward_inputs(partial(choose_backward_inputs, self.lightning_module)))
         activate_context_parallel(self.lightning_module)
         if self.pipelining is not None:
             cast(Any, self.precision_plugin).pipeline = get_pipeline(self.lightning_module).shared.ranks
@@ -172,9 +186,13 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def parallelize_module(self, module: "LightningModule") -> None:
         if self.pp_size > 1:
             _check_not_sharded_by_user(module, self.pp_size)
+        treat_dtensors_as_whole()  # also those of a module that its `configure_model` has sharded
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
+            for unit in get_fsdp_modules(module):
+                watch_gradients(unit)
+            keep_changes_in_place(get_fsdp_modules(module))
             materialize(module, self.root_device, self.full_device_mesh)
         elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             _check_only_tensor_parallel(module, self.full_device_mesh)
@@ -269,8 +287,12 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         # Do not defer gradient reductions on a single rank. With a single rank, `training_step` may return None for
         # the last micro-batch. That micro-batch has no backward pass, so nothing would run the deferred reductions.
         reduce_scatter = not self.config.defer_fsdp_grad_sync or self.full_device_mesh.size() == 1
-        with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
-            yield
+        if self.steps.reads_gradients(self.lightning_module.trainer):
+            with self.steps.accumulating(defers=False):
+                yield
+        else:
+            with self.steps.accumulating(), defer_grad_sync(self.model, reduce_scatter=reduce_scatter):
+                yield
 
 
 def _check_not_sharded_by_user(module: nn.Module, pp_size: int) -> None:

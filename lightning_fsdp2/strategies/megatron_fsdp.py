@@ -1,7 +1,7 @@
 """Megatron-FSDP for the Lightning Trainer: ``Trainer(strategy=MegatronFSDPStrategy())``."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
+from lightning_fsdp2.compat.autograd import replace_backward_inputs
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
@@ -20,7 +21,7 @@ from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.sizes import ParallelSizes
-from lightning_fsdp2.strategies.arguments import check_timeouts, read_options
+from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
 from lightning_fsdp2.strategies.parallelisation import tell_branches_apart
 from lightning_fsdp2.strategies.parts.refusals import check_manual_optimization
@@ -53,6 +54,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         rendezvous_timeout: How long each rank waits at the start for the other ranks.
         steady_timeout: Timeout of collectives in training steps, from the second step on. None uses ``timeout``. See
             :class:`~lightning_fsdp2.callbacks.ProcessGroupTimeout`.
+        random_numbers: Which random numbers ranks draw in training, such as for dropout, noise and augmentation.
+            ``"per_data_rank"``: ranks that read different data draw different numbers. ``"shared"``: all ranks draw the
+            same numbers.
 
     Raises:
         ImportError: When ``megatron-fsdp`` is not installed, or too old.
@@ -85,6 +89,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         timeout: timedelta = timedelta(minutes=30),
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
+        random_numbers: RandomNumbers = "per_data_rank",
     ) -> None:
         timeouts = {"timeout": timeout, "rendezvous_timeout": rendezvous_timeout, "steady_timeout": steady_timeout}
         check_timeouts(type(self).__name__, **timeouts)
@@ -92,8 +97,9 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         checkpoint = read_options(type(self).__name__, "checkpoint", checkpoint, CheckpointConfig)
         import_megatron_fsdp()
         sizes = ParallelSizes(dp_size=dp_size, dp_replicate_size=dp_replicate_size, tp_size=tp_size, cp_size=cp_size)
-        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, **timeouts)
+        super().__init__(sizes=sizes, config=config, checkpoint=checkpoint, random_numbers=random_numbers, **timeouts)
         self.averages_gradients = not config.calculate_per_token_loss
+        self._patches = ExitStack()
 
     @property
     def driver(self) -> Driver:
@@ -129,6 +135,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         self.model = self.driver.wrapper
         self.driver.expect_writes()
         self._trained = self._get_trained()
+        self._patches.enter_context(replace_backward_inputs(self.driver.check_backward_inputs))
         activate_context_parallel(self.lightning_module)
 
     @override
@@ -153,6 +160,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @override
     def teardown(self) -> None:
+        self._patches.close()
         if self.lightning_module is not None:
             self.model = self.lightning_module
             deactivate_context_parallel(self.lightning_module)

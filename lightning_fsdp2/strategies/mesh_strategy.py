@@ -29,14 +29,15 @@ from lightning_fsdp2.config import CheckpointConfig, DistributedConfig
 from lightning_fsdp2.parallel.data.branches import check_end
 from lightning_fsdp2.parallel.data.fully_shard import reshard
 from lightning_fsdp2.parallel.loss.token_mean import TokenMean
-from lightning_fsdp2.ranks.random_state import share_random_state
 from lightning_fsdp2.sizes import ParallelSizes
+from lightning_fsdp2.strategies.arguments import RandomNumbers, shares_random_numbers
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
 from lightning_fsdp2.strategies.launch.agreement import check_same_run
 from lightning_fsdp2.strategies.launch.environment import check_variables
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher
 from lightning_fsdp2.strategies.launch.process_groups import get_device_mesh
 from lightning_fsdp2.strategies.launch.remedies import add_remedy
+from lightning_fsdp2.strategies.monitored import agree_on_metrics
 from lightning_fsdp2.strategies.parallelisation import Parallelisation, is_parallelised, set_parallelisation
 from lightning_fsdp2.strategies.parts.batches import Batches
 from lightning_fsdp2.strategies.parts.callbacks import OwnCallbacks, set_available_flops
@@ -46,6 +47,7 @@ from lightning_fsdp2.strategies.parts.refusals import (
     CALLBACKS_OF_WHOLE_WEIGHTS,
     OPTIMIZERS_WITHOUT_SHARDED_STEP,
     check_optimizers,
+    refuse_layer_drop,
     refuse_options,
 )
 from lightning_fsdp2.strategies.parts.resumption import Resumption
@@ -101,11 +103,13 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         sizes: ParallelSizes,
         config: DistributedConfig,
         checkpoint: CheckpointConfig | None,
+        random_numbers: RandomNumbers,
         timeout: timedelta,
         rendezvous_timeout: timedelta,
         steady_timeout: timedelta | None,
     ) -> None:
         super().__init__(sizes=sizes, config=config, timeout=timeout, rendezvous_timeout=rendezvous_timeout)
+        self.world.shares_random_numbers = shares_random_numbers(type(self).__name__, random_numbers)
         self.tracking = Tracking(self.world.add_up_over_data, self._call_when_saved)
         self.resumption = Resumption(self.world, self.tracking)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), self.world, self.resumption)
@@ -254,7 +258,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         decide_on_validation_together(trainer, partial(self.reduce_boolean_decision, all=False))
         set_available_flops(trainer, self.compute_dtype)
         self.accelerator.setup(trainer)
-        self.evaluation.leave_inference_mode(trainer)
+        self.evaluation.prepare_loops(trainer)
         self.checkpoints.begin_stage(trainer)
         self._own_callbacks.attach(trainer)
         with torch.inference_mode(False):  # a later fit could not train parameters made in inference mode
@@ -262,11 +266,11 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_training(trainer)
-            # ranks of one replica read the same batch, so their dropout must use the same random numbers
-            share_random_state(self.world.replica_group, self.root_device)
+            self.world.share_random_state(self.root_device)
+            refuse_layer_drop(self.lightning_module, apart=self.shards_module and self.world.has_own_random_numbers)
         else:
             self.setup_precision_plugin()
-        self.batches.begin_stage()
+        self.batches.begin_stage(trainer)
         self.steps.begin_stage(self.lightning_module)
 
     def setup_module(self) -> None:
@@ -311,6 +315,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         check_optimizers(self.lightning_module, self.optimizers, self.refused_optimizers, type(self).__name__)
+        agree_on_metrics(trainer, self.lightning_module, self.world.control_group, self.world.timeout)
 
     @override
     def on_train_start(self) -> None:
@@ -332,6 +337,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
                 self.checkpoints.end_stage(module.trainer)
                 self._own_callbacks.detach(module.trainer)
         finally:
+            self.world.random_numbers.end()
             if has_trainer(module):
                 get_ledger(module.trainer).put_back_all()
         # keep the process group, because the sharded module needs it in later stages
@@ -341,9 +347,9 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        RankLauncher.has_failed = isinstance(exception, Exception)  # `SystemExit` ends all ranks but is not a failure
+        RankLauncher.note_end(exception)
         self.batches.end_without_samples(exception)
-        add_remedy(exception, self.hosts)
+        add_remedy(exception, self.hosts, context_parallel=self.cp_size > 1)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -405,13 +411,13 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        may_drop = self.lightning_module.trainer.state.fn != TrainerFn.PREDICTING
-        return self.batches.prepare(dataloader, resumed_epoch=self.resumption.epoch, may_drop=may_drop)
+        state = self.lightning_module.trainer.state
+        return self.batches.prepare(dataloader, state, resumed_epoch=self.resumption.epoch)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        stage = self.lightning_module.trainer.state.stage
-        self.batches.check_same(batch, str(stage.dataloader_prefix), dataloader_idx)
+        self.resumption.begin_batch(self.lightning_module.trainer)
+        self.batches.check_same(batch, str(self.lightning_module.trainer.state.stage.dataloader_prefix), dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ------------------------------------------------------------------ training steps
@@ -469,17 +475,11 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_validation_end(self) -> None:
         self.end_evaluation()
 
-    @override
-    def on_test_start(self) -> None:
-        self.begin_evaluation()
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("test_step", super().test_step, *args, **kwargs)
-
-    @override
-    def on_test_end(self) -> None:
-        self.end_evaluation()
 
     @override
     def on_predict_start(self) -> None:

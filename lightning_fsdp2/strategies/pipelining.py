@@ -99,7 +99,7 @@ class Pipelining:
                 run_step,
                 micro_batches,
                 key=describe_shapes(micro_batches[0]),
-                synchronises=not self._steps.is_accumulating,
+                synchronises=not self._steps.is_deferring,
                 reduces_each=not self._config.defer_fsdp_grad_sync,
             )
         self._holds_gradients = True
@@ -108,7 +108,7 @@ class Pipelining:
     def finish_backward(self, module: LightningModule) -> None:
         """Complete the gradients of a batch, when Lightning asks for the backward."""
         self._holds_gradients = False
-        if not self._steps.is_accumulating:
+        if not self._steps.is_deferring:
             get_pipeline(module).shared.sum_gradients()
 
     def extend_zero_grad(self, optimizer: Optimizer) -> None:

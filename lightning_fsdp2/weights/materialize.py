@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
 from lightning_fsdp2.compat.torch import TorchDispatchMode
 from lightning_fsdp2.compat.transformers import get_initializer
@@ -27,7 +28,7 @@ from lightning_fsdp2.modules.stubs import (
     mark_initialized,
     with_skeletons,
 )
-from lightning_fsdp2.ranks.failures import describe_ranks
+from lightning_fsdp2.ranks.failures import describe_ranks, list_names
 from lightning_fsdp2.ranks.random_state import get_torch_random_state, set_torch_random_state
 from lightning_fsdp2.sizes import PIPELINE_PARALLEL
 from lightning_fsdp2.weights.adapters import check_can_initialize as check_adapters_can_initialize
@@ -50,6 +51,22 @@ def is_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())) or bool(
         get_tensors_without_values(module)
     )
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Refuse parameters and buffers of lazy modules that no forward has given a shape yet.
+
+    Raises:
+        ValueError: When there are such tensors. The message names them.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{list_names(lazy)} belong to lazy modules, such as LazyLinear, and have no shape yet. Call the model once"
+            " on a batch before it is passed to the Trainer or sharded, in `__init__` for example, or use modules with"
+            " sizes."
+        )
 
 
 @torch.no_grad()
@@ -103,8 +120,12 @@ def broadcast_from_first_rank(model: nn.Module, device: torch.device, device_mes
         if tensor.is_meta or isinstance(tensor, DTensor):
             continue
         message = tensor.detach().to(device).contiguous()
+        # some backends do not know all dtypes, such as float8
+        octets = message.reshape(-1).view(torch.uint8)
         for group in groups:
-            dist.broadcast(message, group=group, group_src=0)
+            dist.broadcast(octets, group=group, group_src=0)
+        if 0 in tensor.stride():  # an expanded buffer, whose elements share memory
+            tensor.data = tensor.data.contiguous()
         tensor.data.copy_(message)
 
 

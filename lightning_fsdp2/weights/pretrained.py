@@ -4,13 +4,14 @@ import copy
 import hashlib
 import json
 import math
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2._git_lfs import LFS_POINTER, is_lfs_pointer
+from lightning_fsdp2._untrusted import check_inside, check_no_devices
 from lightning_fsdp2.compat.transformers import drop_harmless_keys, finish_loading
 from lightning_fsdp2.modules.structure import find_peft_models, get_class_name
 from lightning_fsdp2.modules.stubs import get_absent_tensors, get_tensors, mark_initialized, with_skeletons
@@ -212,14 +215,28 @@ def get_folder_fingerprint(folder: str | Path) -> str:
     tensors = {}
     for name in get_weight_files(folder):
         with open(name, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(size))
-            header.pop("__metadata__", None)
+            size, header = _read_header(file, name)
             for key, entry in header.items():
                 start, end = entry["data_offsets"]
                 file.seek(8 + size + start)
                 tensors[key] = (entry["dtype"], entry["shape"], file.read(min(end - start, _FINGERPRINT_BYTES)).hex())
     return hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
+
+
+def _read_header(file: BinaryIO, name: str) -> tuple[int, dict[str, Any]]:
+    """Return the size in bytes of a safetensors file's header, and its entries by the names of the tensors."""
+    size = int.from_bytes(file.read(8), "little")
+    try:
+        if size > os.fstat(file.fileno()).st_size:
+            raise ValueError(f"a header of {size} bytes")
+        header: dict[str, Any] = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{name} is damaged, or is no safetensors file ({type(error).__name__}: {error}); copy or download it"
+            " again."
+        ) from error
+    return size, header
 
 
 def get_weight_files(folder: str | Path) -> list[str]:
@@ -245,15 +262,18 @@ def get_weight_files(folder: str | Path) -> list[str]:
 
 def _read_index(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{index} is damaged, or is not an index of safetensors files ({type(error).__name__}: {error}); copy or"
             " download it again."
         ) from error
+    check_inside(names, str(index))
+    return names
 
 
 def _check_model_folder(folder: Path) -> None:
+    check_no_devices(folder)
     if folder.is_file():
         raise ValueError(
             f"pretrained={str(folder)!r} is a file; give the directory of a model saved by `save_pretrained()`."
@@ -342,6 +362,8 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
                 " model again."
             ) from error
         except SafetensorError as error:
+            if is_lfs_pointer(name):
+                raise ValueError(f"{name} of pretrained={str(folder)!r} is {LFS_POINTER}.") from error
             raise ValueError(
                 f"{name} of pretrained={str(folder)!r} is damaged or was copied only partly ({error}); copy or"
                 " download it again."

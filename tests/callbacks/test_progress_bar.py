@@ -90,7 +90,8 @@ def test_a_log_file_gets_a_line_per_logging_step_and_validation(
 )
 def test_the_end_of_the_bar_is_a_number_of_batches(max_epochs: int, max_steps: int, batches: int, total: int) -> None:
     options = {"max_epochs": max_epochs, "max_steps": max_steps, "num_training_batches": batches, "global_step": 1}
-    loops = SimpleNamespace(epoch_loop=SimpleNamespace(restarting=False))
+    epoch = SimpleNamespace(current=SimpleNamespace(ready=1, started=0))
+    loops = SimpleNamespace(epoch_progress=epoch)
     bar = TrainingProgressBar()
     bar._trainer = SimpleNamespace(**options, accumulate_grad_batches=2, fit_loop=loops)  # type: ignore
     assert bar.total_train_batches == total

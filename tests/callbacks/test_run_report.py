@@ -108,9 +108,14 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "8"}
             {**TORCHRUN, "GROUP_WORLD_SIZE": "2"},
             "lightning-fsdp2 fit --ckpt_path=last",
         ),
+        (
+            ["lightning-fsdp2", "fit", "--data.init_args.dsn", "db://u:s3cret@h/x", "--data.url=db://u:s3cret@h/x"],
+            {},
+            "lightning-fsdp2 fit --data.init_args.dsn hidden --data.url=db://h/x --ckpt_path=last",
+        ),
         (["train.py", "--mine"], {}, "Trainer(...).fit(..., ckpt_path='run/last.ckpt')"),
     ],
-    ids=["command", "module", "torchrun", "nodes", "script"],
+    ids=["command", "module", "torchrun", "nodes", "secrets", "script"],
 )
 def test_how_to_resume(
     arguments: list[str], environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,6 +45,6 @@ def test_objects_are_warned_of_once_unless_they_are_trusted(format_: Any, tmp_pa
 
     first, second = run_ranks(run, 2)
     assert len(first) == 1
-    assert "(builtins.int, collections.defaultdict, pathlib.PosixPath)" in first[0]
+    assert f"(builtins.int, collections.defaultdict, {PosixPath.__module__}.PosixPath)" in first[0]
     assert "CheckpointConfig(trust_checkpoint=True)" in first[0]
     assert second == []

@@ -1,5 +1,6 @@
 """Weights and buffers reach a model that has them under other names, in other shapes, or not at all."""
 
+import copy
 import warnings
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from lightning_fsdp2 import (
 )
 from lightning_fsdp2.checkpoint.convert import read_whole_checkpoint
 from lightning_fsdp2.checkpoint.loading import load_model_state, read_checkpoint
+from lightning_fsdp2.ranks.whole_tensors import gather
 
 
 class Named(UserModule):
@@ -193,6 +195,34 @@ def test_without_strict_loading_weights_of_another_shape_are_left_out_with_a_war
             ValueError, match=r"(?s)does not fit this Named; .*`strict=False`.* for Named:.*size mismatch"
         ):
             test(Named(), tmp_path / "a.ckpt")
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_the_optimizer_begins_without_states_for_weights_of_another_shape(tmp_path: Path, format: Any) -> None:
+    def run() -> None:
+        saving = make_trainer(checkpoint=CheckpointConfig(format=format))
+        saving.fit(saved := Named(width=WIDTH - 2), DataLoader(torch.rand(8, WIDTH - 2), batch_size=4))
+        saving.save_checkpoint(tmp_path / "a.ckpt")
+        own, batch = Loose(), torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(0))
+        alone = copy.deepcopy(own.net)
+        resumed = make_trainer(max_steps=saving.global_step + 2, max_epochs=-1)
+        resumed.fit(own, DataLoader([batch] * 8, batch_size=None), ckpt_path=tmp_path / "a.ckpt")
+
+        optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+        states = {id(old): saving.optimizers[0].state[old] for old in saved.net.parameters()}
+        with torch.no_grad():
+            for old, new in zip(saved.net.parameters(), alone.parameters(), strict=True):
+                if old.shape == new.shape:
+                    new.copy_(gather(old))
+                    optimizer.state[new] = {key: gather(value).clone() for key, value in states[id(old)].items()}
+        for _ in range(2):
+            optimizer.zero_grad()
+            alone(batch).square().mean().backward()
+            optimizer.step()
+        for actual, expected in zip(own.net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(gather(actual), expected)
 
     run_ranks(run, 2)
 

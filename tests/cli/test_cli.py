@@ -451,6 +451,18 @@ def test_last_does_not_start_from_scratch_beside_other_checkpoints(tmp_path):
     assert f"the newest, {tmp_path / 'runs/step=20.ckpt'}, " in said
 
 
+def test_last_that_points_nowhere_is_refused(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/last.ckpt").symlink_to("step=20.ckpt")
+    args = ["fit", write_text_run(tmp_path), "--trainer.devices=1", "--ckpt_path=last"]
+    args += ["--trainer.callbacks=ModelCheckpoint", f"--trainer.callbacks.dirpath={tmp_path / 'runs'}"]
+    end, said = run_and_catch(args)
+    assert end == "SystemExit(2)"
+    assert said.startswith(
+        f"error: ckpt_path=last: {tmp_path / 'runs/last.ckpt'} points to step=20.ckpt, which is gone"
+    )
+
+
 def catch(function: Callable[[], Any]) -> Exception:
     with pytest.raises((ValueError, TypeError)) as raised:
         function()

@@ -1,89 +1,15 @@
+import bz2
+import gzip
 import json
 import logging
-import os
+import lzma
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
-from lightning_fsdp2.data.sources import find_files, load_documents, load_rows
-
-
-@pytest.fixture
-def tree(tmp_path):
-    """A directory with files of every kind."""
-    for name in ["b.txt", "a.md", "code/z.py", "code/deep/y.py", "image.png", ".hidden.txt", ".git/config.txt"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"text of {name}")
-    return tmp_path
-
-
-def names(files, root):
-    return [Path(file).relative_to(root).as_posix() for file in files]
-
-
-def test_directory_gives_its_known_files_sorted_without_hidden_ones(tree):
-    assert names(find_files(str(tree)), tree) == ["a.md", "b.txt", "code/deep/y.py", "code/z.py"]
-
-
-def test_suffixes_choose_the_files_of_a_directory(tree):
-    assert names(find_files(str(tree), [".png", ".md"]), tree) == ["a.md", "image.png"]
-
-
-def test_file_and_glob_are_taken_whatever_their_suffix(tree):
-    assert names(find_files(str(tree / "image.png")), tree) == ["image.png"]
-    assert names(find_files(str(tree / "**" / "*.p*")), tree) == ["code/deep/y.py", "code/z.py", "image.png"]
-
-
-def test_list_keeps_its_order_and_takes_a_file_once(tree):
-    files = find_files([str(tree / "code"), str(tree / "b.txt"), str(tree)])
-    assert names(files, tree) == ["code/deep/y.py", "code/z.py", "b.txt", "a.md"]
-
-
-def test_relative_path_and_home_directory_become_absolute(tree, monkeypatch):
-    monkeypatch.chdir(tree)
-    monkeypatch.setenv("HOME", str(tree))
-    assert find_files("b.txt") == find_files("~/b.txt") == [str(tree / "b.txt")]
-
-
-def test_python_stdlib_is_the_source_of_this_python_without_tests_and_packages():
-    files = find_files("python-stdlib")
-    library = Path(os.__file__).parent
-    relative = names(files, library)
-    assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(relative)
-    assert all(name.endswith(".py") for name in relative)
-    assert not any({"site-packages", "dist-packages", "test", "tests"} & set(Path(name).parts) for name in relative)
-    assert files == sorted(files, key=Path)
-
-
-@pytest.mark.parametrize("path", ["missing.txt", "missing/*.txt"])
-def test_missing_path_is_named(tmp_path, path):
-    with pytest.raises(
-        FileNotFoundError, match=r"path='.*missing.*' is neither a file nor a directory.*check its spelling"
-    ):
-        find_files(str(tmp_path / path))
-
-
-def test_missing_path_names_the_nearest_file_and_else_what_the_module_can_read(tree):
-    with pytest.raises(FileNotFoundError, match=rf"path='{tree}/c.txt' is neither .*; did you mean '{tree}/b.txt'\?$"):
-        find_files(str(tree / "c.txt"))
-    with pytest.raises(FileNotFoundError, match=r"check its spelling, or name a dataset .* as `dataset`\.$"):
-        find_files("nobody/chats", [".jsonl"])
-    with pytest.raises(FileNotFoundError, match=r"`dataset`, or use 'python-stdlib' for"):
-        find_files("nobody/texts")
-    with pytest.raises(FileNotFoundError, match=r"validation_path=.* check its spelling\.$"):
-        find_files("nobody/chats", [".jsonl"], option="validation_path")
-
-
-def test_directory_without_known_files_names_the_suffixes(tmp_path):
-    (tmp_path / "a.rs").write_text("fn main() {}")
-    with pytest.raises(FileNotFoundError, match=r"suffixes=\['.txt', .*set suffixes"):
-        find_files(str(tmp_path))
-
-
-def test_empty_list_of_paths():
-    with pytest.raises(FileNotFoundError, match=r"path=\[\] is empty"):
-        find_files([])
+from lightning_fsdp2.data.files import find_files
+from lightning_fsdp2.data.sources import load_documents, load_rows
 
 
 def test_text_files_are_one_document_each_with_line_ends_as_newlines(tmp_path, cache):
@@ -123,7 +49,64 @@ def test_empty_documents_are_left_out(tmp_path, cache):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "c.jsonl").write_text('{"text": null}\n{"text": ""}\n{"text": "c"}')
-    assert load_documents(find_files(str(tmp_path)), cache_dir=cache)["text"][:] == ["b", "c"]
+    with pytest.warns(UserWarning, match=r"3 of 5 documents of 3 files .*a.txt'\) have no text and are left out"):
+        assert load_documents(find_files(str(tmp_path)), cache_dir=cache)["text"][:] == ["b", "c"]
+
+
+def test_rows_without_text_are_counted_and_streams_say_that_they_leave_some_out(tmp_path, cache):
+    file = tmp_path / "nokey.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in [{"text": "a"}, {"other": 1}] * 30))
+    with pytest.warns(UserWarning, match=r"30 of 60 documents of '.*nokey.jsonl' have no text and are left out"):
+        load_documents([str(file)], cache_dir=cache)
+    with pytest.warns(UserWarning, match="Documents of '.*nokey.jsonl' that have no text are left out"):
+        assert len(list(load_documents([str(file)], streaming=True))) == 30
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_compressed_files_are_read_like_the_others(tmp_path, cache, streaming):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"zero"))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}'))
+    (tmp_path / "c.json.xz").write_bytes(lzma.compress(b'[{"text": "three"}]'))
+    (tmp_path / "d.jsonl.bz2").write_bytes(bz2.compress(b'{"text": "four"}'))
+    (tmp_path / "e.csv").write_text('id,text\n1,"five, or so"\n')
+    (tmp_path / "f.csv.gz").write_bytes(gzip.compress(b"id,text\n1,six\n"))
+    Dataset.from_dict({"text": ["seven"]}).to_parquet(tmp_path / "g.parquet")
+    documents = load_documents(find_files(str(tmp_path)), cache_dir=cache, streaming=streaming)
+    expected = ["zero", "one", "two", "three", "four", "five, or so", "six", "seven"]
+    assert [row["text"] for row in documents] == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("load", [load_documents, load_rows])
+def test_repeated_path_is_read_as_often_as_it_is_given(tmp_path, cache, load, streaming):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    files = find_files([str(tmp_path / name) for name in ("a.jsonl", "a.jsonl", "b.jsonl")])
+    texts = [row["text"] for row in load(files, cache_dir=cache, streaming=streaming)]
+    assert texts == [texts[0], texts[0], texts[2]] != [texts[0]] * 3
+
+
+def test_compressed_rows(tmp_path, cache):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n{"a": 2}'))
+    (tmp_path / "b.json.xz").write_bytes(lzma.compress(b'[{"a": 3}]'))
+    Dataset.from_dict({"a": [4]}).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "c.parquet.gz").write_bytes(gzip.compress((tmp_path / "c.parquet").read_bytes()))
+    rows = load_rows([str(tmp_path / name) for name in ("a.jsonl.gz", "b.json.xz", "c.parquet.gz")], cache_dir=cache)
+    assert [json.loads(row["text"])["a"] for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["a", 7], r"values such as '7' in row 2 \(int\), not strings; write every value of this column as a string"),
+        ([None, 7], r"values such as '7' in row 2 \(int\), not strings; write every"),
+        ([["a", "b"]], r"values such as \"\['a', 'b'\]\" in row 1 \(list\), not strings; write every"),
+    ],
+)
+def test_first_row_that_is_not_text_is_named(tmp_path, cache, values, message):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": value}) for value in values))
+    with pytest.raises(ValueError, match=message):
+        load_documents([str(tmp_path / "a.jsonl")], cache_dir=cache)
 
 
 def test_files_that_are_not_utf8_are_left_out_with_a_warning(tmp_path, cache, caplog):
@@ -145,7 +128,10 @@ def test_corpus_without_text(tmp_path, cache):
     ("column", "message"),
     [
         ("body", r"text_column='body' is not a column of '.*a.jsonl', which has \['text', 'id'\]; set text_column"),
-        ("id", r"text_column='id' of '.*a.jsonl' contains Value\('int64'\), not strings; set text_column"),
+        (
+            "id",
+            r"text_column='id' of '.*a.jsonl' contains values such as '1' in row 1 .*; set .* one of \['text'\]",
+        ),
     ],
 )
 def test_wrong_column(tmp_path, cache, column, message):

@@ -127,6 +127,55 @@ class ExpertBlock(nn.Module):
         return hidden + sum(expert(hidden) * weights[..., i, None] for i, expert in enumerate(self.experts))
 
 
+class Mixer(nn.Module):
+    """A state space mixer in small: a decay in float64 of its own, beside projections in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(32, 32)
+        self.log_decay = nn.Parameter(torch.linspace(0.5, 1.5, 32, dtype=torch.float64))
+        self.norm = nn.LayerNorm(32, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.norm(self.into(hidden).double() * self.log_decay).float()
+
+
+class MixerLayer(nn.Module):
+    """Holds a mixer beside a norm, and more weights in float32 than the mixer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.mixer = Mixer()
+        self.mlp = nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.mlp(self.mixer(self.norm(hidden)))
+
+
+class OddBlock(nn.Module):
+    """Has weights that are not contiguous, a frozen weight in float8, and a buffer whose elements share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter((0.2 * torch.randn(32, 16)).t())
+        self.frozen = nn.Parameter(torch.randn(16, 32).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("scale", torch.ones(1).expand(32))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        images = self.convolution(hidden.unflatten(-1, (2, -1)).transpose(1, 2))
+        hidden = hidden + images.transpose(1, 2).flatten(-2)
+        return hidden + hidden @ self.transposed.t() @ self.frozen.to(hidden.dtype) * self.scale
+
+
+def make_llama_with_a_final_norm_in_float64() -> nn.Module:
+    model = make_causal_lm(LLAMA)
+    model.model.norm.double()
+    model.lm_head.register_forward_pre_hook(lambda head, args: (args[0].float(),))
+    return model
+
+
 def make_adapted_llama() -> nn.Module:
     return add_adapters(make_causal_lm(LLAMA), target_modules=["q_proj"])
 
@@ -294,6 +343,32 @@ MODELS = {
     "two-dtypes": Model(
         partial(make_moe, torch.float64),
         "blocks.0.gate\n blocks.0\n blocks.1.gate kept\n blocks.1 kept\n embedding\n head\n root kept output",
+    ),
+    "blocks-of-another-dtype-than-their-modules": Model(
+        lambda: Stack(nn.ModuleList(Mixer() for _ in range(2))),
+        "blocks.0.into\n blocks.0\n blocks.1.into kept\n blocks.1 kept\n embedding\n head\n root kept output",
+    ),
+    "mixers-of-another-dtype-than-their-modules": Model(
+        lambda: Stack(nn.ModuleList(MixerLayer() for _ in range(2))),
+        """
+        blocks.0.mixer.into
+        blocks.0.mixer
+        blocks.0
+        blocks.1.mixer.into kept
+        blocks.1.mixer kept
+        blocks.1 kept
+        embedding
+        head
+        root kept output
+        """,
+    ),
+    "odd-tensors": Model(
+        lambda: Stack(nn.ModuleList(OddBlock() for _ in range(2))),
+        "blocks.0\n blocks.1 kept\n embedding\n head\n root kept output",
+    ),
+    "llama-final-norm-in-float64": Model(
+        make_llama_with_a_final_norm_in_float64,
+        LLAMA_UNITS.replace("{}", "").replace("norm + lm_head", "norm kept\n lm_head") + "root kept output",
     ),
 }
 

@@ -113,6 +113,34 @@ def test_secrets_are_left_out_and_the_commit_is_told(tmp_path: Path, monkeypatch
     assert (options["options"], options["eos_token_id"]) == ({"anon": False}, 7)
 
 
+class SavesSecrets(HasSecrets):
+    """A user's own, whose options Lightning logs and saves."""
+
+    def __init__(self, api_key: str, url: str, text_key: int, more: dict[str, Any], names: list[str]) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.guarantees("secrets")
+def test_loggers_get_no_secrets_of_saved_options(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"more": {"authToken": "s3cret", "port": 7}, "names": ["http://u:s3cret@h/x", "a"]}
+
+    def run() -> None:
+        data = SavesSecrets("s3cret", "postgres://me:s3/cr@et@host/db", 3, **options)
+        trainer = make_trainer(FSDP2Strategy(), max_steps=1, logger=CSVLogger(tmp_path, "", "run"))
+        with pytest.warns(UserWarning, match=r"SavesSecrets.save_hyperparameters\(\) takes api_key, url, more, names,"):
+            trainer.fit(CausalLM(config=CONFIG), datamodule=data)
+        assert data.hparams["api_key"] == "s3cret"
+
+    STRATEGIES["fsdp2"].run(run, 1)
+    text = (tmp_path / "run" / "hparams.yaml").read_text()
+    assert "s3cret" not in text
+    assert "cr@et" not in text
+    told = yaml.unsafe_load(text)
+    assert (told["api_key"], told["url"], told["text_key"]) == ("hidden", "postgres://host/db", 3)
+    assert (told["more"], told["names"]) == ({"authToken": "hidden", "port": 7}, ["http://h/x", "a"])
+
+
 SAMPLES = list(range(100))
 
 

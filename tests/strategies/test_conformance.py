@@ -367,6 +367,30 @@ def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_refused(kind: Ki
     kind.run(run, WORLD)
 
 
+def make_optimizers_of_other_packages() -> dict[str, Any]:
+    from torchao.optim import AdamW8bit
+    from transformers.optimization import Adafactor
+
+    class Adam8bit(torch.optim.Adam):
+        __module__ = "bitsandbytes.optim.adam"  # as the package's own class, which needs a GPU
+
+    adafactor = partial(Adafactor, lr=1e-3, relative_step=False)
+    return {"transformers.optimization.Adafactor": adafactor, "bitsandbytes": Adam8bit, "torchao": AdamW8bit}
+
+
+@pytest.mark.guarantees("whole-weights")
+@fast_under("fsdp2")
+def test_optimizers_of_other_packages_that_need_whole_weights_are_refused(kind: Kind) -> None:
+    def run() -> None:
+        for name, optimizer_class in make_optimizers_of_other_packages().items():
+            trainer = kind.make_trainer(max_steps=1)
+            with pytest.raises(ValueError, match=f"{name}.* cannot step on the sharded .*: it .* such as AdamW"):
+                trainer.fit(UsesOptimizer(optimizer_class), make_loader(make_batches(WORLD)))
+
+    if kind.shards:
+        kind.run(run, WORLD)
+
+
 @pytest.mark.guarantees("whole-weights")
 @fast_under("fsdp2", "ddp")
 def test_callbacks_that_need_whole_weights_are_refused_in_setup_where_there_are_none(kind: Kind) -> None:

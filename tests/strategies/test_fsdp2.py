@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -47,6 +48,7 @@ from torch.utils.data import DataLoader
 from lightning_fsdp2 import CausalLM, DDPConfig, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.compat.transformers import assumes_unpacked_sequences
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
+from lightning_fsdp2.strategies import mesh_strategy
 from lightning_fsdp2.strategies.launch import rendezvous as peers
 
 REGRESSOR_UNITS = 5
@@ -533,6 +535,30 @@ def test_call_on_one_rank_is_an_error_and_no_hang(hook: str) -> None:
             trainer.fit(Regressor(), loader, loader)
 
     run_ranks(run, WORLD)
+
+
+@pytest.mark.guarantees("call-on-one-rank")
+def test_call_on_one_rank_in_validation_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the timeout of collectives, which is half an hour here; a rank that is late waits at a barrier."""
+    monkeypatch.setattr(mesh_strategy, "OUTSIDE_CALL_TIMEOUT", timedelta(seconds=1))
+
+    class IsLate(CallsOnOneRank):
+        def _call(self, trainer: pl.Trainer, module: Regressor, *args: Any) -> None:
+            if trainer.is_global_zero:
+                time.sleep(2)
+            trainer.strategy.barrier()
+            module(torch.zeros(1, WIDTH))
+
+    def run(callback: pl.Callback) -> float:
+        trainer, start = make_trainer(callbacks=[callback]), time.monotonic()
+        trainer.validate(Regressor(), make_loader(make_batches(4)), verbose=False)
+        return time.monotonic() - start
+
+    run_ranks(run, 2, IsLate("on_validation_batch_end"), seconds=60)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 0 wants to call .* outside of a step, .* within 0:00:01: rank 1"):
+        run_ranks(run, 2, CallsOnOneRank("on_validation_batch_end"), patience=1)
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.guarantees("call-on-one-rank")

@@ -175,6 +175,38 @@ def test_a_run_goes_on_from_there_as_if_it_had_not_ended(strategy: str, names: l
     kind.run(run, WORLD)
 
 
+RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "validated in its last step": (2, {"val_check_interval": 2}),
+    "amid an epoch, without validation": (2, {"limit_val_batches": 0}),
+    "validated in its last step, accumulated": (1, {"val_check_interval": 2, "accumulate_grad_batches": 2}),
+    "validated at the end of an epoch": (BATCHES, {"val_check_interval": 1.0}),
+    "validated amid the second epoch": (6, {"val_check_interval": 6, "check_val_every_n_epoch": None}),
+}
+"""Number of steps after which a run ends, and options with which it goes on."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "names", [list(RESUMED)[:1], pytest.param(list(RESUMED)[1:], marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_loggers_get_the_steps_of_a_run_that_was_not_interrupted(names: list[str], tmp_path: Path) -> None:
+    def train(folder: Path | None, **options: Any) -> list[int]:
+        seen: list[int] = []
+        log = LambdaCallback(on_train_batch_start=lambda trainer, *_: seen.append(get_logged_step(trainer)))
+        fit(FSDP2, folder, callbacks=(log,), **options)
+        return seen
+
+    def run() -> None:
+        for name in names:
+            steps, options = RESUMED[name]
+            expected = train(None, max_steps=9, **options)
+            before = train(tmp_path / name, max_steps=steps, **options)
+            after = train(None, max_steps=9, ckpt_path=tmp_path / name / "last.ckpt", **options)
+            assert before + after == expected, name
+
+    run_ranks(run, WORLD)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])

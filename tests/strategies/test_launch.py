@@ -103,6 +103,9 @@ class Model(CausalLM):
         if MODE == f"fail-{{self.global_rank}}" and batch_idx == 1:
             (FOLDER / "failed").write_text("")
             raise RuntimeError(f"rank {{self.global_rank}} fails on purpose")
+        if MODE == f"leave-{{self.global_rank}}" and batch_idx == 1:
+            (FOLDER / "left").write_text("")
+            sys.exit(3)
         if MODE == f"die-{{self.global_rank}}" and batch_idx == 1:
             (FOLDER / "failed").write_text("")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -301,6 +304,14 @@ def test_a_failing_rank_ends_all(launcher: str, rank: int, pp_size: int, tmp_pat
     )
     assert own, ended.output[-6000:]
     assert "the end of the script" not in ended.output
+
+
+def test_the_first_rank_ends_all_when_it_leaves_alone(tmp_path: Path) -> None:
+    """The other one waits for it in a collective, and it would wait for the other one to end."""
+    ended = launch([write_script(tmp_path), "leave-0", str(tmp_path)], tmp_path, mark="left")
+    assert ended.code == 3, ended.output[-6000:]
+    assert ended.seconds_after_mark < END_SECONDS
+    assert "This process leaves the run by SystemExit(3)" in ended.output
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

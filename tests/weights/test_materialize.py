@@ -8,9 +8,12 @@ import torch.distributed as dist
 from helpers.models import GPT2, LLAMA, PlainTransformer, make_causal_lm
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
+from helpers.strategies import STRATEGIES, Kind
+from helpers.user_modules import WIDTH, UserModule
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import DDPConfig, DDPManager, FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.weights.materialize import materialize
@@ -108,6 +111,14 @@ def test_a_module_that_cannot_be_initialised_is_named() -> None:
         model = nn.ModuleDict({"fine": nn.Linear(2, 2), "stuck": Unresettable()})
     with pytest.raises(ValueError, match=r"stuck \(Unresettable\).*reset_parameters"):
         materialize(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_module_without_shapes_is_refused_by_name(kind: Kind) -> None:
+    module = UserModule()
+    module.lazy = nn.LazyLinear(2)
+    with pytest.raises(ValueError, match=r"lazy\.bias, lazy\.weight belong to lazy modules"):
+        kind.make_trainer(devices=1).fit(module, DataLoader(torch.rand(8, WIDTH)))
 
 
 @pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"tp_size": 2}], ids=["hsdp2x2", "dp2xtp2"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath
+from lightning_fsdp2.checkpoint.files.errors import name_file
 
 CHECKSUMS_FILE = "checksums.json"
 
@@ -82,7 +83,7 @@ def describe_bytes(data: bytes) -> dict[str, Any]:
 def describe_file(path: AnyPath) -> dict[str, Any]:
     """Return the size and the checksum of a file of any size, for ``meta.json``. The file is read block by block."""
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
+    with name_file(path), path.open("rb") as file:
         while block := file.read(_BLOCK_SIZE):
             digest.update(block)
             size += len(block)
@@ -97,7 +98,8 @@ def read_checksums(path: AnyPath) -> dict[str, dict[int, str]]:
     file = path / CHECKSUMS_FILE
     if not file.exists():
         return {}
-    stored: dict[str, dict[str, str]] = json.loads(file.read_bytes())
+    with name_file(file):
+        stored: dict[str, dict[str, str]] = json.loads(file.read_bytes())
     return {name: {int(offset): checksum for offset, checksum in sums.items()} for name, sums in stored.items()}
 
 

@@ -18,17 +18,23 @@ Object stores cannot rename files. A checkpoint there is written in place, and i
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import sys
 import tempfile
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import TypeIs
 from upath import UPath
+
+from lightning_fsdp2.checkpoint.files.errors import NotDurableError, name_file, say_what_is_kept
+
+logger = logging.getLogger(__name__)
 
 AnyPath: TypeAlias = Path | UPath
 
@@ -43,6 +49,10 @@ _REPLACED = f"{_PREFIX}replaced"
 _OLD_REPLACED = "replaced"
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_LESS_SPACE = {
+    "checkpoint": "keep fewer checkpoints (ModelCheckpoint(save_top_k=...))",
+    "export": "choose a folder on another disk",
+}
 
 _PARTS = (".metadata", METADATA_FILE, SUMMARY_FILE)
 _PART_SUFFIX = ".distcp"
@@ -97,16 +107,31 @@ class Draft:
         """Rename the draft to its final path, replacing any older checkpoint.
 
         The files of the draft must already be synced to disk.
+
+        Raises:
+            NotDurableError: When the checkpoint has its final path, but the folder could not be synced to disk.
+            OSError: When the checkpoint could not be published. :meth:`discard` then keeps the older one.
         """
         if _is_folder(self.path):
             sync_folder(self.path)
         sync_folder(self._container.path)
         _replace(self.path, self._target, self._container.path / _REPLACED)
-        sync_folder(self._target.parent)
+        try:
+            sync_folder(self._target.parent)
+        except OSError as error:
+            raise NotDurableError(
+                error.errno,
+                f"The checkpoint is complete, and an older one of its name is replaced, but its folder could not be"
+                f" synced to disk ({error.strerror}): it may be lost if the machine fails now",
+                str(self._target),
+            ) from error
         self.discard()
 
     def discard(self) -> None:
-        """Remove the draft's hidden folder with all remaining files."""
+        """Remove the draft's hidden folder with all remaining files. After the first call, do nothing.
+
+        If the draft was replacing an older checkpoint and has not taken its place, the older one gets its path back.
+        """
         self._container.discard()
 
 
@@ -136,20 +161,38 @@ def start_draft(target: AnyPath) -> Draft | StoreDraft:
     return Draft(target) if is_local(target) else StoreDraft(target)
 
 
+@contextmanager
+def discard_on_error(drafts: Sequence[Draft | StoreDraft]) -> Iterator[None]:
+    """Discard the drafts if the block ends with an error or is interrupted. The block may add drafts to the list."""
+    try:
+        yield
+    except BaseException:
+        for draft in drafts:
+            draft.discard()
+        raise
+
+
 def clean_folder(folder: AnyPath) -> None:
-    """Remove drafts of dead processes from ``folder``, and restore checkpoints that were being replaced."""
+    """Remove drafts of dead processes from ``folder``, and restore checkpoints that were being replaced.
+
+    Links are left alone, because their targets may belong to somebody else.
+    """
     if not is_local(folder):
         return
     for lock_file in folder.glob(f"{_PREFIX}*.lock"):
-        try:
-            lock = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another process has removed the lock file, or another user owns it
+        if lock_file.with_suffix("").is_symlink():  # nobody's draft; its target is another folder
             continue
-        # locking fails if the process that made the draft is alive, or if the file system has no locks
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _clean(lock_file.with_suffix(""))
-        os.close(lock)
+        try:
+            lock = os.open(lock_file, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # another process has removed the lock file, another user owns it, or it is a link
+            continue
+        try:
+            # locking fails if the process that made the draft is alive, or if the file system has no locks
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _clean(lock_file.with_suffix(""))
+        finally:
+            os.close(lock)
 
 
 def remove_checkpoint(path: str | AnyPath) -> None:
@@ -187,8 +230,9 @@ def link_checkpoint(target: str | os.PathLike[str], link: str | os.PathLike[str]
     target, link = Path(target), Path(link)
     _check_replaceable(link)
     draft = Draft(link)
-    draft.path.symlink_to(os.path.relpath(target, link.parent))
-    draft.publish()
+    with discard_on_error([draft]), say_what_is_kept(link):
+        draft.path.symlink_to(os.path.relpath(target, link.parent))
+        draft.publish()
 
 
 def check_folder(folder: AnyPath) -> None:
@@ -212,12 +256,13 @@ def check_folder(folder: AnyPath) -> None:
         ) from error
 
 
-def check_free_space(path: AnyPath, size: int) -> None:
+def check_free_space(path: AnyPath, size: int, *, what: Literal["checkpoint", "export"] = "checkpoint") -> None:
     """Raise an error before anything is written if the disk does not have enough free space for a checkpoint.
 
     Args:
         path: Path of the checkpoint.
         size: Size of the checkpoint, in bytes.
+        what: What is to be written, for the error message.
 
     Raises:
         OSError: When there is not enough space. The message gives both sizes.
@@ -229,9 +274,9 @@ def check_free_space(path: AnyPath, size: int) -> None:
     if free < size:
         raise OSError(
             errno.ENOSPC,
-            f"The checkpoint needs {size / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.1f} MB left; nothing was"
-            " written. Free some space, or keep fewer checkpoints (ModelCheckpoint(save_top_k=...)). A replaced"
-            " checkpoint also needs its space until the new checkpoint is complete",
+            f"The {what} needs {size / 1e6:,.1f} MB, but the disk has only {free / 1e6:,.1f} MB left; nothing was"
+            f" written. Free some space, or {_LESS_SPACE[what]}. A replaced {what} also needs its space until the new"
+            f" {what} is complete",
             str(path),
         )
 
@@ -240,7 +285,8 @@ def sync_folder(folder: Path) -> None:
     """Sync the directory entries of ``folder`` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with name_file(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -270,7 +316,7 @@ def _check_replaceable(target: AnyPath) -> None:
 
 def _is_file_expendable(path: AnyPath) -> bool:
     """Return whether a file is empty, or begins like a file from ``torch.save``, so that it may be replaced."""
-    with path.open("rb") as file:
+    with name_file(path), path.open("rb") as file:
         head = file.read(_HEAD_SIZE)
     return not head or (head.startswith(_ARCHIVE) and _FIRST_RECORD in head)
 
@@ -315,7 +361,7 @@ class _Container:
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"{_PREFIX}{uuid.uuid4().hex[:8]}"
         # take the lock before creating the folder, or another process could conclude that this process is dead
-        self._lock = _lock(_get_lock_file(self.path))
+        self._lock: int | None = _lock(_get_lock_file(self.path))
         try:
             self.path.mkdir()
         except OSError:
@@ -323,22 +369,46 @@ class _Container:
             raise
 
     def discard(self) -> None:
-        """Remove the folder and its content. Files that cannot be removed are left to the next :func:`clean_folder`."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if not self.path.exists():
-            _get_lock_file(self.path).unlink(missing_ok=True)
-        os.close(self._lock)
+        """Remove the folder and its content, after :func:`_clean` has restored a checkpoint that was being replaced.
+
+        What cannot be restored or removed is left to the next :func:`clean_folder`. After the first call, do nothing:
+        another file may have the number of the closed lock.
+        """
+        if self._lock is None:
+            return
+        lock, self._lock = self._lock, None
+        try:
+            _clean(self.path)
+        except OSError as error:
+            logger.error(
+                "%s could not be cleaned (%s). If a checkpoint was being replaced, it is still in that folder, and the"
+                " next run that starts or saves in %s puts it back.",
+                self.path,
+                error,
+                self.path.parent,
+            )
+        finally:
+            with suppress(OSError):  # the lock is closed even if that fails
+                os.close(lock)
 
 
 def _clean(container: Path) -> None:
-    for old in (*container.glob(f"{_REPLACED}/*"), *container.glob(f"{_OLD_REPLACED}/*")):
+    """Put back a checkpoint that was being replaced, and then remove the hidden folder and its lock.
+
+    Raises:
+        OSError: When the checkpoint could not be put back. Nothing is removed then.
+    """
+    if container.is_symlink():
+        return
+    for old in (*_list_files(container / _REPLACED), *_list_files(container / _OLD_REPLACED)):
         # Restore an old checkpoint only if there is a draft of the same name. Without such a draft, the folder
         # `replaced` may be the draft of a user's checkpoint called `replaced`.
         if _exists(container / old.name) and not _exists(container.parent / old.name):
             old.rename(container.parent / old.name)
-    shutil.rmtree(container, ignore_errors=True)
-    if not container.exists():
-        _get_lock_file(container).unlink(missing_ok=True)
+    with suppress(OSError):  # what is left, if only a lock without a folder, does no harm
+        shutil.rmtree(container, ignore_errors=True)  # it does not ignore all errors
+        if not _exists(container):
+            _get_lock_file(container).unlink(missing_ok=True)
 
 
 def _replace(draft: Path, target: Path, replaced: Path) -> None:
@@ -346,14 +416,10 @@ def _replace(draft: Path, target: Path, replaced: Path) -> None:
     if not _exists(target) or not (_is_folder(draft) or _is_folder(target)):
         os.replace(draft, target)
     elif not _exchange(draft, target):
-        # if the process dies between the two renames, `clean_folder` restores the old checkpoint from `replaced`
+        # if the process is interrupted or dies between the two renames, `_clean` restores the old checkpoint
         replaced.mkdir()
         target.rename(replaced / target.name)
-        try:
-            draft.rename(target)
-        except OSError:
-            (replaced / target.name).rename(target)
-            raise
+        draft.rename(target)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -368,8 +434,21 @@ def _exchange(first: Path, second: Path) -> bool:
     return renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
+def _list_files(folder: Path) -> list[Path]:
+    """Return what is in a folder, or an empty list if there is none. Unlike `glob`, raise an error of reading it."""
+    try:
+        return [] if folder.is_symlink() else list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
+    """Return whether there is something at ``path``, if only a link to nothing. Raise an error of looking there."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _is_folder(path: Path) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lightning_fsdp2._suggestions import suggest_path
+from lightning_fsdp2._untrusted import check_no_devices
 from lightning_fsdp2.checkpoint.files.drafts import (
     METADATA_FILE,
     SUMMARY_FILE,
@@ -13,6 +14,7 @@ from lightning_fsdp2.checkpoint.files.drafts import (
     get_path,
     is_local,
 )
+from lightning_fsdp2.checkpoint.files.errors import raise_unreadable
 
 SMALL_FILES = (".metadata", METADATA_FILE)
 """Files that every checkpoint directory has."""
@@ -27,6 +29,7 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
 
     Raises:
         FileNotFoundError: When there is nothing at the path, or the path is empty.
+        ValueError: When a pipe or a device is at the path, or in the directory.
     """
     if not str(path):
         raise FileNotFoundError("The path of the checkpoint is empty, as if from a shell variable that is not set.")
@@ -39,6 +42,8 @@ def resolve_checkpoint(path: str | AnyPath) -> AnyPath:
         unresolved = get_path(path)
         similar = suggest_path(unresolved) if is_local(unresolved) else ""
         raise FileNotFoundError(f"There is no checkpoint {str(path)!r}{similar or '.'}")
+    if is_local(found):
+        check_no_devices(found)
     return found
 
 
@@ -115,6 +120,11 @@ def _check_not_of_accelerate(path: AnyPath) -> None:
 
 
 def _is_archive(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path):
+            return True
+    except Exception as error:  # a damaged archive may raise any exception
+        raise_unreadable(error, path)  # `is_zipfile` would say that a file that cannot be read is no archive
     try:
         return zipfile.is_zipfile(path)
     except zipfile.BadZipFile:  # raised for a damaged file that looks like a multi-part archive

@@ -32,8 +32,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint, set_crc32_options
 
+from lightning_fsdp2._untrusted import check_inside, check_not_compressed
 from lightning_fsdp2.checkpoint.files.chunks import Chunk, compute_checksum, raise_damaged, read_checksums
 from lightning_fsdp2.checkpoint.files.drafts import AnyPath, get_path, is_local
+from lightning_fsdp2.checkpoint.files.errors import name_file, raise_unreadable
 from lightning_fsdp2.compat.torch import StorageInfo, tree_map_only
 from lightning_fsdp2.ranks.failures import list_names
 
@@ -48,7 +50,6 @@ _METADATA_GLOBALS = {
     ("datetime", "timedelta"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13
 }
 
 
@@ -63,19 +64,19 @@ class DurableFile:
         self._file = cast(io.BufferedWriter, path.open("wb"))
         self._is_local = is_local(path)
         self._name = str(path)
-        self._failure: OSError | None = None
+        self._failure: BaseException | None = None
         self.size = self._handed_over = 0
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
         try:
-            self._file.write(view)
-        except OSError as error:
-            error.filename = self._name
+            view = memoryview(data).cast("B")
+            with name_file(self._name):
+                self._file.write(view)
+                self.size += view.nbytes
+                self._start_writeback()
+        except BaseException as error:
             self._failure = error
             raise
-        self.size += view.nbytes
-        self._start_writeback()
         return view.nbytes
 
     def _start_writeback(self) -> None:
@@ -102,11 +103,11 @@ class DurableFile:
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         if self._failure is not None:
-            # raise the error of the failed write, because the error of `torch.save` only says "incomplete archive"
+            # raise the error or the interrupt of the write, because `torch.save` then says "incomplete archive"
             with suppress(OSError):
                 self._file.close()
             raise self._failure
-        with self._file:
+        with name_file(self._name), self._file:
             if kind is None and self._is_local:
                 self._file.flush()
                 os.fsync(self._file.fileno())
@@ -218,14 +219,16 @@ class CheckpointReader(FileSystemReader):
         info = self.storage_data[key]
         archive = Chunk(file, info.offset, info.length)
         try:
-            if key.offset is None:  # only tensors have an offset
-                chunk: Tensor | io.BytesIO = io.BytesIO(archive.read())
-            else:
-                chunk = torch.load(cast(Any, archive), map_location="cpu", weights_only=True)
+            with name_file(cast(AnyPath, self.path) / info.relative_path):
+                if key.offset is None:  # only tensors have an offset
+                    chunk: Tensor | io.BytesIO = io.BytesIO(archive.read())
+                else:
+                    chunk = torch.load(cast(Any, archive), map_location="cpu", weights_only=True)
             is_intact = compute_checksum(chunk) == checksums[info.relative_path][info.offset]
         except (OSError, MemoryError):
             raise
         except Exception as error:  # a damaged archive may raise any exception
+            raise_unreadable(error, cast(AnyPath, self.path) / info.relative_path)
             raise make_damage_error(cast(AnyPath, self.path) / self._get_name(key), error) from error
         if not is_intact:
             raise_damaged(cast(AnyPath, self.path), [self._get_name(key)])
@@ -238,6 +241,8 @@ class CheckpointReader(FileSystemReader):
         with (cast(AnyPath, self.path) / ".metadata").open("rb") as file:
             unpickler = pickle.Unpickler if self._trust else _MetadataUnpickler
             metadata: Metadata = unpickler(cast(Any, file)).load()
+        names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        check_inside(names, f"{str(self.path)!r} (.metadata)")
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -280,10 +285,11 @@ def load_pickled(path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
         ValueError: When the file is damaged, or holds objects other than tensors and plain types while ``trust`` is
             False.
     """
-    if mmap and is_local(path):
-        return load_archive(lambda: path, path, trust=trust, mmap=True)
-    data = path.read_bytes()
-    return load_archive(lambda: io.BytesIO(data), path, trust=trust)
+    with name_file(path):
+        if mmap and is_local(path):
+            return load_archive(lambda: path, path, trust=trust, mmap=True)
+        data = path.read_bytes()
+        return load_archive(lambda: io.BytesIO(data), path, trust=trust)
 
 
 def load_archive(open_archive: Callable[[], Any], path: AnyPath, *, trust: bool, mmap: bool = False) -> Any:
@@ -374,7 +380,7 @@ class _Store(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         file = get_path(path).open(mode)
-        with file:
+        with name_file(path), file:
             yield cast(io.IOBase, file)
             if "w" in mode and isinstance(path, Path):
                 file.flush()
@@ -418,6 +424,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler for ``.metadata`` that refuses all classes and functions except those that DCP writes there."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Python 3.13 writes the name of a private module, which other versions do not have
+        module = "pathlib" if module == "pathlib._local" else module
         if (module, name) not in _METADATA_GLOBALS and not _is_metadata(module, name):
             raise RefusedError(f".metadata names {module}.{name}.")
         return super().find_class(module, name)
@@ -430,12 +438,12 @@ def _check_pickle(archive: Any, path: AnyPath) -> None:
     """
     try:
         with zipfile.ZipFile(archive) as file:
+            check_not_compressed(file)
             (record,) = (info for info in file.infolist() if info.filename.endswith("/data.pkl"))
             if record.CRC != 0:
                 file.read(record)
-    except (FileNotFoundError, PermissionError):
-        raise
     except Exception as error:  # a damaged archive may raise any exception
+        raise_unreadable(error, path)
         raise make_damage_error(path, error) from error
 
 

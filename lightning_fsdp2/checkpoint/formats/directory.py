@@ -16,10 +16,7 @@ import errno
 import io
 import json
 import re
-import threading
-import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
@@ -27,7 +24,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -44,18 +40,20 @@ from lightning_fsdp2.checkpoint.files.drafts import (
     Draft,
     StoreDraft,
     check_free_space,
+    discard_on_error,
     start_draft,
 )
+from lightning_fsdp2.checkpoint.files.errors import say_what_is_kept
 from lightning_fsdp2.checkpoint.files.storage import (
     CheckpointReader,
     CheckpointWriter,
     DurableFile,
-    get_reason,
     load_archive,
     load_pickled,
     save_plain,
     warn_of_objects,
 )
+from lightning_fsdp2.checkpoint.formats.dcp import call_dcp
 from lightning_fsdp2.checkpoint.nested import map_tensors, put_sharded, unflatten
 from lightning_fsdp2.checkpoint.stages import check_same_on_all_ranks, list_names_elsewhere, pop_sharded_of_stages
 from lightning_fsdp2.checkpoint.stored_shards import PiecewiseTensor, describe_shards, get_first_rows, is_unusual
@@ -166,8 +164,8 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
         group: Process group for messages between the ranks. Nothing else may use it during the save.
 
     Raises:
-        Exception: On every rank, when a rank could not write. An existing checkpoint at ``path`` is then kept, except
-            in an object store.
+        Exception: On every rank, when a rank could not write or was interrupted. An existing checkpoint at ``path`` is
+            then kept, except in an object store.
     """
     tensors = _describe_unusual(snapshot)
     sizes = gather_objects(_get_size(tensors) + len(snapshot.metadata), group)
@@ -179,15 +177,13 @@ def write_snapshot(path: AnyPath, snapshot: Snapshot, group: dist.ProcessGroup |
         check_free_space(path, sum(sizes))
         return drafts[0].path
 
-    try:
+    with discard_on_error(drafts):
         writer = CheckpointWriter(on_first_rank(start, group))
-        call_dcp(lambda: save(tensors, storage_writer=writer, process_group=group), path)
-        sizes_by_file = {name: size for sizes in gather_objects(writer.sizes, group) for name, size in sizes.items()}
-        on_first_rank(lambda: _finish(drafts[0], snapshot, sizes_by_file, writer.checksums), group)
-    except BaseException:
-        for draft in drafts:
-            draft.discard()
-        raise
+        with say_what_is_kept(path):
+            call_dcp(lambda: save(tensors, storage_writer=writer, process_group=group), path)
+            written = gather_objects(writer.sizes, group)
+            sizes_by_file = {name: size for sizes in written for name, size in sizes.items()}
+            on_first_rank(lambda: _finish(drafts[0], snapshot, sizes_by_file, writer.checksums), group)
 
 
 def read_directory(
@@ -268,41 +264,6 @@ def get_optimizer_keys(nested: dict[str, Any]) -> list[str]:
     """Return the keys ``optimizer_0``, ``optimizer_1``, ... of ``nested`` in the order of their numbers."""
     numbers = sorted(int(match[1]) for name in nested if (match := re.fullmatch(r"optimizer_(\d+)", str(name))))
     return [f"optimizer_{number}" for number in numbers]
-
-
-def call_dcp(action: Callable[[], Any], path: AnyPath) -> None:
-    """Run ``action``, and convert an error of DCP to an ``Exception``.
-
-    When a rank fails, DCP raises a ``BaseException``, which a user's ``except Exception`` would not catch.
-    """
-    try:
-        with _without_warning():
-            action()
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
-        for cause in causes:
-            if isinstance(cause, OSError) or (isinstance(cause, ValueError) and str(path) in str(cause)):
-                raise cause from error  # the cause's own message already explains the failure
-        reasons = "; ".join(map(get_reason, causes)) or error
-        raise RuntimeError(
-            f"The checkpoint {str(path)!r} could not be written or read: {reasons}. If this was a read,"
-            f" `lightning-fsdp2 verify {path}` names the damaged files."
-        ) from error
-
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """Suppress, inside the block, DCP's warning that there is no process group.
-
-    Warning filters apply to the whole process, so a background thread must not change them. A background thread always
-    has a process group, so DCP does not warn there.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
 
 
 class LoadPlanner(DefaultLoadPlanner):

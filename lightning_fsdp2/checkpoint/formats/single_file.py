@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.checkpoint.files.drafts import AnyPath, check_free_space, start_draft
+from lightning_fsdp2.checkpoint.files.drafts import AnyPath, check_free_space, discard_on_error, start_draft
+from lightning_fsdp2.checkpoint.files.errors import say_what_is_kept
 from lightning_fsdp2.checkpoint.files.storage import DurableFile, load_pickled, save_plain, warn_of_objects
 from lightning_fsdp2.checkpoint.formats.directory import get_optimizer_keys, get_optimizer_states
 from lightning_fsdp2.checkpoint.nested import map_tensors
@@ -90,14 +91,12 @@ def write_file(path: AnyPath, checkpoint: dict[str, Any], group: dist.ProcessGro
 def write_file_alone(path: AnyPath, checkpoint: dict[str, Any]) -> None:
     """Write the same file as :func:`write_file`, but from this process alone. No other rank needs to call this."""
     draft = start_draft(path)
-    try:
+    with discard_on_error([draft]):
         check_free_space(path, sum(_get_sizes(checkpoint)))
-        with DurableFile(draft.path) as file:
-            save_plain(checkpoint, file)
-        draft.publish()
-    except BaseException:
-        draft.discard()
-        raise
+        with say_what_is_kept(path):
+            with DurableFile(draft.path) as file:
+                save_plain(checkpoint, file)
+            draft.publish()
 
 
 def read_file(path: AnyPath, *, with_optimizers: bool = True, trust: bool = False) -> dict[str, Any]:

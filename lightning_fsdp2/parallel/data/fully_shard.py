@@ -1,5 +1,6 @@
 """FSDP2 applied to the units of a model: sharding, prefetching, and temporarily gathering a whole model."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,13 +12,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_fsdp2.compat.fsdp import end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.compat.fsdp import drop_changes_in_place, end_forward, keep_unsharded_after_forward
+from lightning_fsdp2.compat.fsdp_gradients import watch_gradients
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_shard_dim
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
 from lightning_fsdp2.modules.structure import get_class, get_modules, get_parameter_owners
 from lightning_fsdp2.parallel.data.units import Unit, UnitPlan
+from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.ranks.pieces import get_packed_placements
+
+logger = logging.getLogger(__name__)
 
 _UNSHARDED_ATTRIBUTE = "_lightning_fsdp2_unsharded"
 
@@ -44,7 +49,12 @@ def apply_fully_shard(
         ValueError: If dim 0 of a weight packs several projections, and its dim 1 is not divisible by the number of
             ranks. Also if no dim of an expert's weight is divisible by the number of ranks that shard it.
     """
-    ignored = set(model.parameters()) - set(get_parameter_owners(model))  # parameters that metrics hold
+    owners = get_parameter_owners(model)
+    ignored = set(model.parameters()) - set(owners)  # parameters that metrics hold
+    for parameter in owners:
+        if not isinstance(parameter, DTensor):
+            # FSDP2 shards contiguous weights only, not those of a convolution in `torch.channels_last`, for one
+            parameter.data = parameter.data.contiguous()
     units = list(units)
     for module in (module for unit in units for module in unit.modules):
         _check_class(type(module))
@@ -131,8 +141,14 @@ def unshard_model(model: nn.Module) -> Iterator[None]:
                 module.unshard()
             for inside in marked:
                 inside.__dict__[_UNSHARDED_ATTRIBUTE] = True
-            with _guard_saved_weights(model):
+            with _guard_saved_weights(model), drop_changes_in_place(modules) as lost:
                 yield
+            if lost:
+                logger.warning(
+                    "Changes of %s inside an `unshard_fsdp2_model` block are lost. Change parameters outside the block,"
+                    " under `torch.no_grad()`.",
+                    list_names(lost),
+                )
         finally:
             for inside in marked:
                 inside.__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
@@ -270,6 +286,7 @@ def _shard_unit(
         ignored_params=ignored_params,
         shard_placement_fn=partial(get_placement, ranks=get_shard_size(mesh)),
     )
+    watch_gradients(cast(FSDPModule, unit.modules[0]))  # all modules of a unit have the same parameter groups
     for module in unit.modules:
         _keep_class_name(module)
     for (module, name), values in attributes.items():

@@ -12,11 +12,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
-from lightning_fsdp2.compat.fsdp import drop_unreduced_gradients, ensure_gathered_once, separate_unreduced_gradients
+from lightning_fsdp2.compat.fsdp import ensure_gathered_once
+from lightning_fsdp2.compat.fsdp_gradients import (
+    drop_unreduced_gradients,
+    get_gathered_parameters,
+    separate_unreduced_gradients,
+)
 from lightning_fsdp2.compat.torch import scale_in_float32
 from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.modules.stages import PipelineRanks, get_optional_pipeline_ranks
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
+from lightning_fsdp2.ranks.failures import list_names
 
 
 @torch.no_grad()
@@ -199,7 +205,7 @@ def defer_unit_sync(units: Sequence[FSDPModule], *, reduce_scatter: bool = False
     """Keep the gradients of FSDP2 units unsynchronised inside the ``with`` block; see :func:`defer_grad_sync`.
 
     If several backwards run inside the block, call
-    :func:`~lightning_fsdp2.compat.fsdp.separate_unreduced_gradients` between them.
+    :func:`~lightning_fsdp2.compat.fsdp_gradients.separate_unreduced_gradients` between them.
     """
     for unit in units:
         ensure_gathered_once(unit)
@@ -242,10 +248,34 @@ def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
     zero_grad = optimizer.zero_grad
 
     def zero_all(set_to_none: bool = True) -> None:
+        clear()  # first, because `zero_grad` cannot set a placeholder for an unreduced gradient to zero
         zero_grad(set_to_none)
-        clear()
 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
+
+
+def choose_backward_inputs(model: nn.Module, inputs: Sequence[Tensor], accumulates: bool) -> list[Tensor]:
+    """Return the tensors that autograd knows instead of the sharded parameters in ``inputs``.
+
+    Use it with :func:`~lightning_fsdp2.compat.autograd.replace_backward_inputs`.
+
+    Args:
+        model: A module that holds FSDP2 units.
+        inputs: Tensors that ``backward(inputs=...)`` or ``torch.autograd.grad`` was called with.
+        accumulates: Whether the gradients are added to ``.grad``, and so reduced over the ranks by FSDP2.
+
+    Raises:
+        ValueError: If the gradient of a sharded parameter would be returned, and not reduced.
+    """
+    gathered = get_gathered_parameters(get_fsdp_modules(model))
+    names = [gathered[id(tensor)][0] for tensor in inputs if id(tensor) in gathered]
+    if names and not accumulates:
+        raise ValueError(
+            f"`torch.autograd.grad` was called for sharded parameters ({list_names(names)}), but it would return the"
+            " gradients of this rank alone. Call `self.manual_backward(loss, inputs=parameters)` (in a plain loop,"
+            " `loss.backward(inputs=parameters)`), which adds the gradients over all ranks to each `.grad`."
+        )
+    return [gathered[id(tensor)][1] if id(tensor) in gathered else tensor for tensor in inputs]
 
 
 def _check_bound(name: str, bound: float) -> None:

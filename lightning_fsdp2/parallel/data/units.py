@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.torch import has_gradient_hooks
+from lightning_fsdp2.compat.autograd import has_gradient_hooks
+from lightning_fsdp2.compat.torch import get_storage_id
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh, get_shared_modules
 from lightning_fsdp2.modules.structure import (
@@ -116,7 +118,7 @@ def build_unit_plan(
             " that has a forward, and pass that module."
         )
     check_shardable(model, "FSDP2")
-    _check_no_hooks(model)
+    check_no_hooks(model, remedy="Register hooks after sharding, such as in `configure_optimizers`, or change")
     owners = get_parameter_owners(model)
     _check_layers_own_their_parameters(model, layer_lists, owners)
     layers = [_build_layer_units(blocks, reshard_after_forward) for blocks in layer_lists]
@@ -305,7 +307,7 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
 
 
 def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Give modules of the less common dtypes their own units.
+    """Give modules whose dtype is not that of their unit units of their own.
 
     torch requires that all trainable parameters of a unit have the same dtype.
 
@@ -320,13 +322,49 @@ def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
         claimed.update(modules)
         by_dtype = _group_by_dtype(modules, names)
         if len(by_dtype) > 1:
-            main = max(by_dtype, key=lambda dtype: sum(p.numel() for m in by_dtype[dtype] for p in m.parameters(False)))
-            minority = [module for dtype, group in by_dtype.items() if dtype != main for module in group]
-            result.extend(
-                Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward) for module in minority
-            )
+            result.extend(_take_out_other_dtypes(unit, by_dtype, names))
         result.append(unit)
     return result
+
+
+def _take_out_other_dtypes(
+    unit: Unit, by_dtype: dict[torch.dtype, list[nn.Module]], names: dict[nn.Parameter, str]
+) -> list[Unit]:
+    """Return units for the modules whose dtype is not that of the module around them, inner units first.
+
+    ``fully_shard`` gives a module's unit all parameters below the module that have no unit yet. So the modules below a
+    module of another dtype need units too.
+
+    Raises:
+        ValueError: If a module without a forward has parameters of another dtype than the module around it.
+    """
+    own = {module: dtype for dtype, group in by_dtype.items() for module in group}
+    main = max(by_dtype, key=lambda dtype: sum(p.numel() for m in by_dtype[dtype] for p in m.parameters(False)))
+    if len(unit.modules) == 1:
+        main = own.get(unit.modules[0], main)
+    units: list[Unit] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, around: torch.dtype) -> None:
+        seen.add(module)
+        dtype = own.get(module, around)
+        for child in module.children():
+            if child not in seen:
+                visit(child, dtype)
+        if dtype != around:
+            if not has_forward(module):
+                parameters = [names[parameter] for parameter in module.parameters(recurse=False)]
+                raise ValueError(
+                    f"The parameters {', '.join(parameters)} ({dtype}) are in a {type(module).__name__}, which has no"
+                    f" forward, inside a module of {around}, and FSDP2 gathers the two dtypes separately. Cast them to"
+                    " one dtype, or put the parameters directly into a module that has a forward."
+                )
+            units.append(Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward))
+
+    for top in unit.modules:
+        visit(top, main)
+    unit.modules = [top for top in unit.modules if own.get(top, main) == main]
+    return units
 
 
 def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]) -> dict[torch.dtype, list[nn.Module]]:
@@ -346,7 +384,9 @@ def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]
 
 
 def check_shardable(model: nn.Module, sharder: str) -> None:
-    """Refuse parameters without a dimension that could be sharded, and embeddings with sparse gradients.
+    """Refuse parameters that cannot be sharded, and embeddings with sparse gradients.
+
+    A parameter cannot be sharded if it has no dimension or no elements, or if it shares memory with another parameter.
 
     Raises:
         ValueError: If the model has such parameters or embeddings; the message names them and ``sharder``.
@@ -356,6 +396,18 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
         raise ValueError(
             f"{sharder} shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
             " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
+        )
+    if empty := [names[parameter] for parameter in get_parameter_owners(model) if parameter.numel() == 0]:
+        raise ValueError(
+            f"{sharder} cannot shard parameters without elements, such as {', '.join(empty)}; leave them out, or make"
+            " them buffers."
+        )
+    if pair := _find_optional_views(list(get_parameter_owners(model))):
+        first, second = (names[parameter] for parameter in pair)
+        raise ValueError(
+            f"The parameters {first} and {second} share memory, and would be trained as two separate weights, because"
+            f" {sharder} gives each its own shards; use one parameter in both places, and take its part or its"
+            " transpose in the forward."
         )
     embeddings = [
         (name, part) for name, part in model.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
@@ -367,13 +419,34 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
         )
 
 
-def _check_no_hooks(model: nn.Module) -> None:
+def _find_optional_views(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, nn.Parameter] | None:
+    """Return two parameters that share memory, if there are any."""
+    plain = [p for p in parameters if not isinstance(p, DTensor)]
+    ranges = sorted((get_storage_id(p), p.storage_offset() * p.itemsize, number) for number, p in enumerate(plain))
+    for (storage, start, number), (other_storage, other_start, other) in itertools.pairwise(ranges):
+        shape, strides = plain[number].shape, plain[number].stride()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if storage == other_storage and other_start < start + extent * plain[number].itemsize:
+            return plain[number], plain[other]
+    return None
+
+
+def check_no_hooks(model: nn.Module, *, remedy: str = "Change") -> None:
+    """Refuse parameters with hooks on their gradients.
+
+    Args:
+        model: Model that is to be sharded.
+        remedy: Beginning of the sentence about gradients that ends the message.
+
+    Raises:
+        ValueError: If the model has such parameters; the message names them.
+    """
     names = get_parameter_names(model)
     hooked = [names[parameter] for parameter in get_parameter_owners(model) if has_gradient_hooks(parameter)]
     if hooked:
         raise ValueError(
             f"The parameters {', '.join(hooked)} have hooks (`register_hook`). These would be lost, because sharding"
-            " replaces the parameters. Change gradients in `on_before_optimizer_step` instead."
+            f" replaces the parameters. {remedy} gradients in `on_before_optimizer_step`."
         )
 
 

@@ -6,7 +6,7 @@ schedulers are made in a certain order. The driver therefore removes these hooks
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_fsdp2.compat.autograd import UnreducedGradient, count_gradient_hooks, has_gradient_hooks
 from lightning_fsdp2.compat.megatron import (
     abandon_backward,
     get_gradient_buffer,
@@ -23,7 +24,13 @@ from lightning_fsdp2.compat.megatron import (
     take_hooks_off,
     take_over_exchange,
 )
-from lightning_fsdp2.compat.torch import call_at_end_of_backward, get_shard, is_in_backward, tree_leaves
+from lightning_fsdp2.compat.torch import (
+    call_at_end_of_backward,
+    get_shard,
+    is_in_backward,
+    make_wrapper_subclass,
+    tree_leaves,
+)
 from lightning_fsdp2.modules.sharder import get_optional_sharder, set_sharder
 from lightning_fsdp2.parallel.data.gradients import extend_zero_grad
 from lightning_fsdp2.parallel.megatron.tensor_parallel import Lift
@@ -41,6 +48,13 @@ class _Slot(NamedTuple):
     name: str
     raw: nn.Parameter
     distributed: nn.Parameter
+
+
+class _UnreducedGradient(UnreducedGradient):
+    """Placeholder for a gradient that is still in megatron-fsdp's buffers."""
+
+    __slots__ = ()
+    remedy = "Use gradients in `on_before_optimizer_step`, or use FSDP2Strategy."
 
 
 class Driver:
@@ -74,6 +88,10 @@ class Driver:
         self._holders = {module for module in wrapper.modules() if next(module.parameters(), None) is not None}
         take_hooks_off(wrapper)
         self._put_hooks_on()
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names |= {id(slot.raw): self._names[id(slot.distributed)] for slot in self._slots}
+        self._own_hooks = {slot.raw: count_gradient_hooks(slot.raw) for slot in self._slots}
+        self._placeholders: dict[nn.Parameter, _UnreducedGradient] = {}
         # In megatron-fsdp 0.5.1, the wrapper calls `module.forward`, which skips the hooks of the module. These hooks
         # must run, because one of them gathers the parameters that the module holds directly.
         wrapper.__dict__["forward"] = wrapper.module.__call__
@@ -178,8 +196,27 @@ class Driver:
         """Clear the gradient buffers, so that gradients are accumulated from zero again."""
         self.wrapper.zero_grad_buffer()
         self._has_gradients = False
+        self._take_placeholders_off()
 
     # ------------------------------------------------------------------ backward
+
+    def check_backward_inputs(self, inputs: Sequence[Tensor], accumulates: bool) -> Sequence[Tensor]:
+        """Refuse a backward to some parameters alone, since megatron-fsdp reduces the gradients of all of them.
+
+        Args:
+            inputs: Tensors that ``backward(inputs=...)`` or ``torch.autograd.grad`` was called with.
+            accumulates: Whether the gradients are added to ``.grad``.
+
+        Raises:
+            ValueError: If there are parameters among ``inputs``.
+        """
+        if asked := [self._names[id(tensor)] for tensor in inputs if id(tensor) in self._names]:
+            call = "backward(inputs=...)" if accumulates else "torch.autograd.grad"
+            raise ValueError(
+                f"`{call}` was called for parameters ({list_names(asked)}), but megatron-fsdp can only reduce the"
+                " gradients of all parameters together. Call `self.manual_backward(loss)`, or use FSDP2Strategy."
+            )
+        return inputs
 
     @contextmanager
     def surround_backward(self) -> Iterator[None]:
@@ -246,11 +283,36 @@ class Driver:
             self._abandon_backward()
 
     def _begin_backward(self) -> None:
+        self._check_no_hooks()
+        self._take_placeholders_off()
         if self._has_gradients:
             self._keep_gradients()
         self._in_backward, self._has_reached_a_leaf = True, False
         self.install_raw_parameters()
         self.wrapper.pre_backward()
+
+    def _check_no_hooks(self) -> None:
+        """Refuse hooks on gradients, which autograd would run on the gradient of this rank alone, or not at all."""
+        hooked = [parameter for parameter in self._parameters.values() if has_gradient_hooks(parameter)]
+        hooked += [raw for raw, own in self._own_hooks.items() if count_gradient_hooks(raw) > own]
+        if hooked:
+            names = list_names({self._names[id(parameter)] for parameter in hooked})
+            raise ValueError(
+                f"The parameters {names} have hooks (`register_hook`), which Megatron-FSDP cannot run on"
+                " reduced gradients. Change gradients in `on_before_optimizer_step`, or use FSDP2Strategy."
+            )
+
+    def _put_placeholders_on(self) -> None:
+        for parameter in self._parameters.values():
+            if parameter.requires_grad and parameter.grad is None:
+                if parameter not in self._placeholders:
+                    self._placeholders[parameter] = make_wrapper_subclass(_UnreducedGradient, parameter)
+                parameter.grad = self._placeholders[parameter]
+
+    def _take_placeholders_off(self) -> None:
+        for parameter in self._parameters.values():
+            if isinstance(parameter.grad, _UnreducedGradient):
+                parameter.grad = None
 
     def _keep_gradients(self) -> None:
         """Prepare for another backward, which adds to the gradients that an earlier backward has already reduced.
@@ -301,6 +363,8 @@ class Driver:
             self._has_gradients = True
             self._warn_of_unused()
             self._fill_empty_gradients()
+        else:
+            self._put_placeholders_on()
 
     def _abandon_backward(self) -> None:
         """Reset the wrapper to the state in which it waits for the next backward."""

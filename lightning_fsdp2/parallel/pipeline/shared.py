@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_fsdp2.compat.autograd import has_gradient_hooks
 from lightning_fsdp2.mesh import get_device, get_extra_group, get_mesh
 from lightning_fsdp2.mesh_axes import get_pipeline_control
 from lightning_fsdp2.modules.stages import PipelineRanks
@@ -56,6 +57,12 @@ class SharedParameters:
         self.has_summed = True
         if self.count == 0:
             return
+        if any(has_gradient_hooks(parameter) for parameter in self.parameters.values()):
+            raise ValueError(
+                "pp_size: a hook was registered on a parameter that several stages share, such as a tied embedding, so"
+                " it would see the gradient of one stage alone. Change the gradient in `on_before_optimizer_step`, or"
+                " use pp_size=1."
+            )
         has_gradient = torch.zeros(self.count, dtype=torch.int32)
         for index, parameter in self.parameters.items():
             has_gradient[index] = parameter.grad is not None

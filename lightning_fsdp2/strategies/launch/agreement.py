@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fsdp2._secrets import hide_secrets, is_secret
 from lightning_fsdp2.checkpoint.files.drafts import check_folder, get_path, is_local
-from lightning_fsdp2.loggers.run_identity import hide_secrets, is_secret
 from lightning_fsdp2.ranks.coordination import gather_objects, on_first_rank
 from lightning_fsdp2.ranks.failures import describe_ranks
 from lightning_fsdp2.strategies.launch.rendezvous import refuse, tell_differences

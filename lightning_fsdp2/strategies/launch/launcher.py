@@ -17,6 +17,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
 from lightning_fsdp2.compat.lightning import SubprocessScriptLauncher
+from lightning_fsdp2.ranks.failures import ExitOfAllRanks
 from lightning_fsdp2.strategies.launch import end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,10 @@ class RankLauncher(SubprocessScriptLauncher):
     """Whether this process has started other ranks. It starts them only once, for all of its Trainers."""
 
     has_failed: ClassVar[bool] = False
-    """Whether the last Trainer run in this process ended with an error, even if the script caught the error."""
+    """Whether the last Trainer run in this process ended with an error, even if the script caught the error.
+
+    A ``SystemExit`` on this rank alone counts as an error.
+    """
 
     _has_killed = False
 
@@ -74,6 +78,20 @@ class RankLauncher(SubprocessScriptLauncher):
             # a daemon, so that it does not keep this process from ending
             threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
         atexit.register(self._wait_for_ranks)
+
+    @classmethod
+    def note_end(cls, exception: BaseException) -> None:
+        """Note how a Trainer run ended in this process.
+
+        If only this rank has left by ``SystemExit``, the other ranks wait for it in a collective, as after an error.
+        """
+        cls.has_failed = not isinstance(exception, ExitOfAllRanks)
+        if cls.has_failed and cls.has_started and isinstance(exception, SystemExit):
+            logger.warning(
+                "This process leaves the run by SystemExit(%s). The ranks that it has started have %g seconds to end.",
+                exception.code,
+                _SECONDS_AFTER_ERROR,
+            )
 
     @override
     def kill(self, signum: Any) -> None:

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from traceback import walk_tb
-from types import CodeType
+from types import CodeType, ModuleType
 
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import grad_norm
+from torch.nn import functional
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 
 from lightning_fsdp2.strategies.launch.rendezvous import say_who_answers
 
@@ -21,27 +25,40 @@ _PEER_IS_LOST = (
 """Texts in the errors of gloo, NCCL and the store when another rank is gone or does not answer in time."""
 
 
-def add_remedy(exception: BaseException, hosts: Sequence[str]) -> None:
-    """Append advice to the message of ``exception``, if its cause is known."""
-    remedy = get_optional_remedy(exception, hosts)
+_CALLS_OF_MODULES = ("forward", "_call_impl", "training_step", "validation_step", "test_step", "predict_step")
+"""Functions in which units gather their weights. Other code, such as a hook, sees shards."""
+
+
+def add_remedy(exception: BaseException, hosts: Sequence[str], *, context_parallel: bool = False) -> None:
+    """Append advice to the message of ``exception``, if its cause is known; see :func:`get_optional_remedy`."""
+    remedy = get_optional_remedy(exception, hosts, context_parallel=context_parallel)
     if remedy is not None:
         exception.args = (f"{exception}\n{remedy}",)
 
 
-def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str | None:
+def get_optional_remedy(
+    exception: BaseException, hosts: Sequence[str], *, context_parallel: bool = False
+) -> str | None:
     """Return advice on an error of torch or Lightning that does not name its cause, or None if no advice is known.
 
     Args:
         exception: Error that ended a stage.
         hosts: Host names of all ranks. Empty if the ranks have not connected yet.
+        context_parallel: Whether each rank computes a part of every sequence.
     """
     if "mixed torch.Tensor and DTensor" in str(exception):
+        return _get_remedy_for_mixed_tensors(exception)
+    if "must have the same mesh" in str(exception) and _find_calls(clip_grad, exception):
         return (
-            "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
-            " read weights, gather them first:"
-            " `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through a"
-            " method other than `forward`, make this method gather the weights, in `on_fit_start`:"
-            ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
+            "torch's functions that clip gradients cannot add up norms over several meshes, such as those of experts"
+            " and of other weights. Use `Trainer(gradient_clip_val=...)`, or `lightning_fsdp2.clip_grad_norm_` in your"
+            " own code."
+        )
+    if context_parallel and _is_raised_in_loss(exception):
+        return (
+            "Under context parallelism (cp_size > 1), logits hold this rank's part of each sequence. Pass `labels` to"
+            " the model and use its loss, or compute the loss from this rank's labels or from gathered logits, as"
+            " docs/context_parallel.md shows."
         )
     if "setStorage" in str(exception) and "storage of size 0" in str(exception):
         return (
@@ -50,6 +67,12 @@ def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str |
             " under a strategy that does not shard. Another possible cause is a module whose forward reads another"
             " module's weights without calling that module: under MegatronFSDPStrategy, name the class that contains"
             " both modules in `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`."
+        )
+    if "can't start new thread" in str(exception):
+        return (
+            "This process may start no more threads or processes. Raise the limit (`ulimit -u`, or `pids` of the"
+            " container or the SLURM job), or start fewer: a smaller `num_workers` of the data loaders, `devices`, or"
+            " OMP_NUM_THREADS."
         )
     is_lost = isinstance(exception, RuntimeError) and any(text in str(exception) for text in _PEER_IS_LOST)
     if is_lost and len(hosts) > 1:
@@ -61,6 +84,49 @@ def get_optional_remedy(exception: BaseException, hosts: Sequence[str]) -> str |
             " ranks of its pipeline stage."
         )
     return None
+
+
+def _get_remedy_for_mixed_tensors(exception: BaseException) -> str:
+    """Return advice on an operation on a plain tensor and a sharded one, by the code that called the operation."""
+    if _is_raised_in_loss(exception):
+        return (
+            "Under `loss_parallel`, the logits are sharded over the vocabulary, which torch's losses do not accept."
+            " Pass `labels` to the model and use its loss, or use lightning_fsdp2.token_mean_loss, or set"
+            " loss_parallel=False."
+        )
+    for frame in reversed([frame for frame, _ in walk_tb(exception.__traceback__)]):
+        if frame.f_code.co_name in _CALLS_OF_MODULES:
+            break
+        caller = frame.f_locals.get("self")
+        if frame.f_code.co_name == "step" and isinstance(caller, Optimizer):
+            return (
+                f"The step of {type(caller).__name__} mixes sharded parameters with whole tensors. Use an optimizer"
+                " whose states are made from the parameters, such as those of torch.optim, or a strategy that does not"
+                " shard."
+            )
+        if frame.f_globals.get("__name__") == call.__name__:
+            return (
+                "Outside of a forward, parameters and their gradients are sharded (DTensors). In hooks, make other"
+                " tensors from them, as with `torch.zeros_like(p.grad)` or `torch.randn_like(p.grad)`, or read the"
+                " whole value with `p.grad.full_tensor()` on all ranks."
+            )
+    return (
+        "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
+        " read weights, gather them first:"
+        " `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through a"
+        " method other than `forward`, make this method gather the weights, in `on_fit_start`:"
+        ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
+    )
+
+
+def _is_raised_in_loss(exception: BaseException) -> bool:
+    return any("loss" in name or "cross_entropy" in name for name in _find_calls(functional, exception))
+
+
+def _find_calls(module: ModuleType, exception: BaseException) -> list[str]:
+    """Return the names of the functions of ``module`` that were running when ``exception`` was raised."""
+    frames = [frame for frame, _ in walk_tb(exception.__traceback__)]
+    return [frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") == module.__name__]
 
 
 def is_raised_in(code: CodeType, exception: BaseException) -> bool:

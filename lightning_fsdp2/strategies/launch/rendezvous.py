@@ -3,13 +3,16 @@
 import json
 import os
 import platform
+import re
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -21,6 +24,16 @@ _PROBE_TIMEOUT = timedelta(seconds=5)
 
 _AGENT_TIMEOUT = timedelta(seconds=15)
 """Time to wait for the store of torchrun's agent. It is short, because the store exists before the ranks start."""
+
+_GRACE_SECONDS = 5.0
+"""Number of seconds that a rank waits for torch's own error once the time is up."""
+
+_met = set[tuple[str, int]]()
+"""Addresses and ports of stores at which this process has met all ranks. It may meet them there again."""
+
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
+_BACKLOG = 2048
+"""Number of ranks that may wait to be connected to the store, as in torch."""
 
 _MOST_NAMED = 5
 _MOST_LISTED = 64
@@ -42,24 +55,16 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         run: Values, by name, that must be the same on all ranks.
 
     Raises:
-        OSError: When the port is taken.
+        OSError: On rank 0, when the port is taken.
         TimeoutError: When ranks are missing. The message names the missing ranks. It also names the ranks that
-            arrived, and their hosts.
+            arrived, and their hosts. Also when another program listens at the port.
         ValueError: On every rank, when ``run`` differs between ranks or two processes have the same rank. The message
-            names the differences and the ranks.
+            names the differences and the ranks. Also when the store belongs to another run.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store_timeout = min(timeout, _AGENT_TIMEOUT) if is_agents else timeout
     try:
-        server = TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=rank == 0 and not is_agents,
-            timeout=store_timeout,
-            wait_for_workers=False,  # if the store itself timed out, it would not say which ranks are missing
-            multi_tenant=True,
-        )
+        server = _connect(address, port, rank, world_size, is_master=rank == 0 and not is_agents, timeout=store_timeout)
         # torchrun may keep its store when it restarts the ranks, so each restart uses a different prefix for its keys.
         # When a host rejoins the run, its torchrun agent may count restarts differently. The ranks of this host would
         # then use a different prefix, and never meet the other ranks. To let hosts rejoin a run, turn torchrun's store
@@ -67,7 +72,8 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
         store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
         store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
-        if store.add(_NUMBER, 1) == world_size:  # the last rank to arrive compares what all ranks have reported
+        number = store.add(_NUMBER, 1)
+        if number == world_size:  # the last rank to arrive compares what all ranks have reported
             store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
@@ -79,8 +85,11 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         raise TimeoutError(
             f"Rank {rank} ({platform.node()}) could not reach the store of {holder} at {address}:{port} within"
             f" {waited}: {str(error).splitlines()[0]} Check that {holder} has started and still runs, that"
-            " MASTER_ADDR is its address and the same on all nodes, and that no firewall blocks the port."
+            " MASTER_ADDR is its address and the same on all nodes, that no firewall blocks the port, and that no other"
+            " program has the port (set MASTER_PORT to a free one)."
         ) from error
+    if number > world_size and (address, port) not in _met:
+        _refuse_store_of_others(address, port, rank, world_size)
     try:
         store.wait([_ALL_CAME], timeout)
         fault = store.get(_ALL_CAME).decode()
@@ -96,7 +105,67 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
                 store.set(_ALL_KNOW, "")
             store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
         raise ValueError(fault)
+    _met.add((address, port))
     return store
+
+
+def _connect(address: str, port: int, rank: int, world_size: int, *, is_master: bool, timeout: timedelta) -> TCPStore:
+    """Start or reach the store, for at most ``timeout``.
+
+    If another program holds the port, it may accept a connection and never answer. torch would wait for its answer
+    without a limit, so a thread waits instead.
+    """
+    outcome: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            # if the store itself waited for the ranks, it would not say which ranks are missing
+            options: dict[str, Any] = {"is_master": is_master, "wait_for_workers": False, "multi_tenant": True}
+            if is_master:
+                options["master_listen_fd"] = _listen_on_loopback(address, port)
+            outcome.set_result(TCPStore(address, port, world_size, timeout=timeout, **options))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    # the store has the same timeout, and says more about a host that it does not reach
+    done, _ = wait([outcome], timeout.total_seconds() + _GRACE_SECONDS)
+    if not done:
+        raise TimeoutError(
+            f"Rank {rank} ({platform.node()}) reached {address}:{port} within rendezvous_timeout={timeout}, but what"
+            f" listens there does not answer like a store of torch. Port {port} is taken on {address} by another"
+            " process; set MASTER_PORT to a free one."
+        )
+    return outcome.result()
+
+
+def _refuse_store_of_others(address: str, port: int, rank: int, world_size: int) -> NoReturn:
+    raise ValueError(
+        f"Rank {rank} ({platform.node()}) came to the store at {address}:{port} after all {world_size} ranks: port"
+        f" {port} is taken by another run, or rank {rank} was started again. Set MASTER_PORT to a free one, or start"
+        " all ranks again."
+    )
+
+
+def _listen_on_loopback(address: str, port: int) -> int | None:
+    """Return a socket for the store of a run on one node, so that other hosts cannot reach the store.
+
+    By default, torch's store listens on all interfaces. Return None if ``address`` may be that of a network: a host's
+    name may stand for a loopback address on this host only. Also return None if the port is taken, perhaps by a store
+    of this process, which torch then uses again.
+    """
+    if not _LOOPBACK.fullmatch(address):
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        return None
+    return listener.detach()
 
 
 def refuse(differences: str) -> str:

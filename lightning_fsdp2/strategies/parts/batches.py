@@ -8,12 +8,21 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2.compat.lightning import set_sampler_epoch
+from lightning_fsdp2.compat.lightning_loops import replace_evaluation_sampler, surround_data_hooks
+from lightning_fsdp2.ranks.own_random import shared_random_numbers
 from lightning_fsdp2.ranks.same_batches import get_batch_fingerprint
 from lightning_fsdp2.strategies.launch.remedies import is_raised_in
-from lightning_fsdp2.strategies.parts.dataloading import keep_in_step
+from lightning_fsdp2.strategies.parts.dataloading import (
+    build_evaluation_sampler,
+    draw_order_from_shared_numbers,
+    fill_up,
+    get_optional_evaluation_sampler,
+    keep_in_step,
+)
 from lightning_fsdp2.strategies.parts.world import World
 
 
@@ -24,28 +33,39 @@ class Batches:
         self._world = world
         self._checked: set[tuple[str, int]] = set()
 
-    def begin_stage(self) -> None:
-        """Start a stage of the Trainer, in which the first batch of each data loader is checked again."""
+    def begin_stage(self, trainer: Any) -> None:
+        """Start a stage of ``trainer``, in which the first batch of each data loader is checked again."""
         self._checked.clear()
+        replace_evaluation_sampler(trainer, build_evaluation_sampler)
+        if trainer.state.fn == TrainerFn.FITTING and self._world.has_own_random_numbers:
+            surround_data_hooks(trainer, shared_random_numbers)
 
-    def prepare(self, loader: Any, *, resumed_epoch: int, may_drop: bool) -> Any:
+    def prepare(self, loader: Any, state: TrainerState, *, resumed_epoch: int) -> Any:
         """Prepare the user's data loader: set its seeds and its sampler's epoch, and make it equally long on all ranks.
 
         Args:
             loader: Data loader, of any kind that Lightning accepts.
+            state: State of the Trainer, which says what the loader is for.
             resumed_epoch: Epoch in which the run resumes. 0 leaves the sampler as it is.
-            may_drop: Whether a rank with more batches than others may drop the surplus; see :func:`keep_in_step`.
         """
+        has_own_numbers = state.stage == RunningStage.TRAINING and self._world.has_own_random_numbers
         if isinstance(loader, DataLoader) and loader.generator is None:
             # Each new iterator draws a random seed, and a resumed run creates fewer iterators than an uninterrupted
             # run. If the seeds came from the global generator, which dropout also uses, dropout would differ after
             # resuming.
-            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        if getattr(loader, "worker_init_fn", "none") is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+            own_seed = self._world.data_parallel_rank if has_own_numbers else 0
+            loader.generator = torch.Generator().manual_seed(torch.initial_seed() + own_seed)
+        seeds_workers = has_own_numbers or int(os.environ.get("PL_SEED_WORKERS", "0"))
+        if getattr(loader, "worker_init_fn", "none") is None and seeds_workers:
             # Lightning would seed workers by global rank, so the ranks of one replica would augment data differently
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self._world.data_parallel_rank)
         if resumed_epoch:
             set_sampler_epoch(loader, resumed_epoch)
+        if has_own_numbers:
+            draw_order_from_shared_numbers(loader)
+        if get_optional_evaluation_sampler(loader) is not None:
+            return fill_up(loader, self._world.control_group)
+        may_drop = state.fn != TrainerFn.PREDICTING
         return keep_in_step(loader, self._world.control_group, may_drop=may_drop)
 
     def check_same(self, batch: Any, stage: str, dataloader_idx: int) -> None:

@@ -244,7 +244,8 @@ class Checkpoints:
         self, checkpoint: Mapping[str, Any], module: "LightningModule", optimizers: list[Optimizer]
     ) -> None:
         """Load the states in ``checkpoint``, which :meth:`load` has returned, into the optimizers."""
-        load_optimizer_states(self._loaded_path, module, optimizers, checkpoint["optimizer_states"])
+        states, weights = checkpoint["optimizer_states"], checkpoint["state_dict"]
+        load_optimizer_states(self._loaded_path, module, optimizers, states, weights)
 
 
 def _warn_of_gradients(trainer: "Trainer") -> None:

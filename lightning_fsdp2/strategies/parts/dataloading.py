@@ -1,13 +1,150 @@
 """Data loaders that yield the same number of batches on all ranks, as the forwards of sharded modules require."""
 
+import copy
 import itertools
+import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_fsdp2.ranks.own_random import shared_random_numbers
+
+
+class EvaluationSampler(DistributedSampler[int]):
+    """Sampler that reads each sample on one rank, once, so that the ranks may have unequally many samples.
+
+    A rank without a sample reads the first one, as a filler.
+
+    Args:
+        dataset: Dataset with a length.
+        num_replicas: Number of data parallel ranks.
+        rank: Index of this rank among them.
+        shuffle: Whether to shuffle the samples.
+        order: Sampler of the whole dataset, whose samples the ranks share in its order. None for the whole dataset.
+    """
+
+    def __init__(self, dataset: Any, num_replicas: int, rank: int, *, shuffle: bool, order: Any = None) -> None:
+        samples = dataset if order is None else order
+        super().__init__(samples, num_replicas, rank, shuffle=shuffle, seed=int(os.getenv("PL_GLOBAL_SEED", "0")))
+        self._order = order
+        self.total_size = len(samples)
+        self.own_samples = len(range(rank, self.total_size, num_replicas))
+        self.num_samples = max(self.own_samples, min(self.total_size, 1))
+
+    def __iter__(self) -> Iterator[int]:
+        indices = super().__iter__() if self.own_samples else iter(range(self.num_samples))
+        if self._order is None:
+            return indices
+        samples = list(self._order)
+        return (samples[index] for index in indices)
+
+
+def build_evaluation_sampler(
+    loader: DataLoader[Any], *, num_replicas: int, rank: int, shuffle: bool
+) -> EvaluationSampler:
+    """Build the sampler that replaces the one of ``loader`` in an evaluation on several ranks."""
+    if isinstance(loader.sampler, RandomSampler | SequentialSampler):
+        return EvaluationSampler(loader.dataset, num_replicas, rank, shuffle=shuffle)
+    return EvaluationSampler(loader.dataset, num_replicas, rank, shuffle=False, order=loader.sampler)
+
+
+def get_optional_evaluation_sampler(loader: Any) -> EvaluationSampler | None:
+    """Return the sampler of ``loader`` if it is one from :func:`build_evaluation_sampler`."""
+    of_batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    samplers = (getattr(loader, "sampler", None), of_batches)  # a batch sampler of the user's own has the second only
+    return next((sampler for sampler in samplers if isinstance(sampler, EvaluationSampler)), None)
+
+
+class _SharedOrder:
+    """Sampler that draws its order from the random numbers that all ranks share.
+
+    A rank's own numbers would give each rank another order, so that samples would be repeated and left out.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":  # pickle and copy create an object without calling `__init__`
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        with shared_random_numbers():
+            samples = iter(self._sampler)
+        while True:
+            with shared_random_numbers():
+                sample = next(samples, _END)
+            if sample is _END:
+                return
+            yield sample
+
+
+_END = object()
+
+
+def draw_order_from_shared_numbers(loader: Any) -> None:
+    """Make the sampler of ``loader`` draw its order from the random numbers that all ranks share.
+
+    Samplers that draw no numbers, and loaders that save their position in the sampler, stay as they are.
+    """
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or hasattr(loader, "state_dict")
+    ):
+        return
+    if isinstance(loader.sampler, SequentialSampler | DistributedSampler) and type(loader.batch_sampler) in (
+        BatchSampler,
+        type(None),
+    ):
+        return
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    if not isinstance(getattr(loader, name), _SharedOrder):
+        # DataLoader's own `__setattr__` refuses to replace a sampler
+        object.__setattr__(loader, name, _SharedOrder(getattr(loader, name)))
+
+
+def fill_up(loader: DataLoader[Any], group: dist.ProcessGroup | None) -> Any:
+    """Return a data loader with as many batches as on the rank with the most batches; see :class:`_FilledLoader`.
+
+    Args:
+        loader: This rank's data loader, with an :class:`EvaluationSampler`.
+        group: CPU group of all ranks; None for a single process.
+
+    Raises:
+        ValueError: When a rank has no batches.
+    """
+    length, sampler = _get_optional_length(loader), get_optional_evaluation_sampler(loader)
+    if group is None or length is None or sampler is None:
+        return keep_in_step(loader, group, may_drop=True)
+    own = length if sampler.own_samples else 0
+    lengths: list[Any] = [None] * group.size()
+    dist.all_gather_object(lengths, (length, own), group=group)
+    _check_not_empty([length for length, _ in lengths])
+    if len(set(lengths)) == 1:
+        return loader
+    return _FilledLoader(loader, own, max(length for length, _ in lengths))
+
+
+def count_own_batches(loader: Any) -> float:
+    """Return after how many batches the fillers of ``loader`` begin."""
+    return loader.own_batches if isinstance(loader, _FilledLoader) else math.inf
 
 
 def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool) -> Any:
@@ -34,11 +171,7 @@ def keep_in_step(loader: Any, group: dist.ProcessGroup | None, *, may_drop: bool
         is_ahead = hasattr(loader, "state_dict") and not getattr(loader, "allows_for_read_ahead", False)
         wrapper = _StatefulLockstepLoader if is_ahead else _LockstepLoader
         return wrapper(loader, group, may_drop, _get_shortest_guess(loader, group))
-    if max(lengths) > 0 and min(lengths) == 0:
-        raise ValueError(
-            f"The data loader has {lengths} batches on ranks 0 to {len(lengths) - 1}, but every rank needs at least one"
-            " batch. Use a dataset with at least one batch per data parallel rank, or fewer ranks."
-        )
+    _check_not_empty(lengths)
     if len(set(lengths)) == 1 or not may_drop:
         return loader
     _warn_of_ragged(lengths)
@@ -68,6 +201,32 @@ class _ShortenedLoader(_LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self._loader, self._length)
+
+
+class _FilledLoader(_LoaderWrapper):
+    """Loader that repeats its last batch as a filler, so that this rank takes part in the collectives of the others.
+
+    Attributes:
+        own_batches: Number of batches that count. All later ones are fillers.
+    """
+
+    def __init__(self, loader: Any, own_batches: int, length: int) -> None:
+        super().__init__(loader)
+        self.own_batches = own_batches
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        fillers = self._length - len(self._loader)
+        spare = None
+        for count, batch in enumerate(self._loader, 1):
+            if fillers and count == len(self._loader):
+                spare = copy.deepcopy(batch)  # a step may change its batch
+            yield batch
+        for _ in range(fillers):
+            yield copy.deepcopy(spare)
 
 
 class _StatefulShortenedLoader(_ShortenedLoader):
@@ -175,6 +334,14 @@ class _StatefulLockstepLoader(_LockstepLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
+
+
+def _check_not_empty(lengths: list[int]) -> None:
+    if max(lengths) > 0 and min(lengths) == 0:
+        raise ValueError(
+            f"The data loader has {lengths} batches on ranks 0 to {len(lengths) - 1}, but every rank needs at least one"
+            " batch. Use a dataset with at least one batch per data parallel rank, or fewer ranks."
+        )
 
 
 def _get_optional_length(loader: Any) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
@@ -27,6 +28,14 @@ OPTIMIZERS_WITHOUT_SHARDED_STEP: tuple[type[Optimizer], ...] = (
     ZeroRedundancyOptimizer,
 )
 """Classes of torch optimizers that cannot step on sharded parameters, up to torch 2.15."""
+
+
+OPTIMIZER_MODULES_WITHOUT_SHARDED_STEP: Mapping[str, str] = {
+    "transformers.optimization": "reads and writes whole tensors",
+    "bitsandbytes.optim": "calls kernels that do not know sharded parameters",
+    "torchao.optim": "keeps its states in a tensor subclass that no checkpoint could restore",
+}
+"""Modules of other packages whose optimizers cannot step on sharded parameters, each with the reason."""
 
 
 def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *, traces_module: bool) -> None:
@@ -92,12 +101,29 @@ def check_optimizers(
         ValueError: When an optimizer is of a refused class, or holds parameters from before the module was sharded.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, refused):
+        reason = _get_optional_reason(optimizer) if refused else None
+        if isinstance(optimizer, refused) or reason is not None:
+            kind = type(optimizer)
+            name, why = (
+                (kind.__name__, "") if reason is None else (f"{kind.__module__}.{kind.__name__}", f": it {reason}")
+            )
             raise ValueError(
-                f"{type(optimizer).__name__} cannot step on the sharded parameters of {strategy}; use another"
-                " optimizer, such as AdamW, or a strategy that does not shard."
+                f"{name} cannot step on the sharded parameters of {strategy}{why}; use another optimizer, such as AdamW"
+                " of torch.optim, or a strategy that does not shard."
             )
         check_optimizer_parameters(module, optimizer)
+
+
+def _get_optional_reason(optimizer: Optimizer) -> str | None:
+    modules = [cls.__module__ for cls in type(optimizer).__mro__]
+    return next(
+        (
+            reason
+            for name, reason in OPTIMIZER_MODULES_WITHOUT_SHARDED_STEP.items()
+            if any(module == name or module.startswith(f"{name}.") for module in modules)
+        ),
+        None,
+    )
 
 
 def check_manual_optimization(module: Any) -> None:
@@ -114,3 +140,21 @@ def check_manual_optimization(module: Any) -> None:
             f"The parameters {', '.join(own)} belong directly to the LightningModule and cannot be trained under manual"
             " optimisation (`automatic_optimization = False`); move them to a child module with its own forward."
         )
+
+
+def refuse_layer_drop(module: nn.Module, *, apart: bool) -> None:
+    """Refuse a module that skips layers at random, if ``apart``: if ranks that share weights draw other numbers.
+
+    All ranks gather the weights of a layer together, so they must skip the same layers.
+
+    Raises:
+        ValueError: When a module has a ``layerdrop`` above 0.
+    """
+    for name, submodule in module.named_modules():
+        layerdrop = vars(submodule).get("layerdrop", 0)
+        if apart and isinstance(layerdrop, int | float) and layerdrop > 0:
+            raise ValueError(
+                f"{name or type(module).__name__} skips layers at random (layerdrop={layerdrop}), but all ranks gather"
+                " the weights of a layer together, and data parallel ranks would skip different layers. Set"
+                " layerdrop=0, or random_numbers='shared' of the strategy."
+            )

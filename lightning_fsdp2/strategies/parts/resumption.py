@@ -10,14 +10,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2.compat.lightning import (
     begin_epoch_after_complete_one,
+    count_logged_steps,
     get_loader_states,
     get_loaders,
     is_epoch_cut_short,
     prepare_resume,
     reopen_epoch,
     restore_loader_states,
+    set_logged_step,
 )
-from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.parts.tracking import Tracking
 from lightning_fsdp2.strategies.parts.world import World
 
@@ -44,8 +45,9 @@ class Resumption:
     def __init__(self, world: World, tracking: Tracking) -> None:
         self._world = world
         self._tracking = tracking
-        self._random_state: dict[str, Any] | None = None
+        self._random_states: tuple[dict[str, Any], dict[str, Any] | None] | None = None
         self._repeats_epoch = False
+        self._logged_steps: int | None = None
         self._last_loader_states: Sequence[Any] = ()
         self.epoch = 0
         self.micro_batches: tuple[int, int, Any] = (0, 0, None)
@@ -75,12 +77,15 @@ class Resumption:
     def gather(self, checkpoint: dict[str, Any], trainer: "Trainer", device: torch.device) -> dict[str, Any]:
         """Gather the random states, data loader positions and token counts of all ranks."""
         world = self._world
-        own = (world.data_parallel_rank, get_random_state(device), _get_loader_states(checkpoint))
+        random_state, shared_random_state = world.random_numbers.get_states(device)
+        own = (world.data_parallel_rank, random_state, _get_loader_states(checkpoint))
         everyone = [own] * world.size
         dist.all_gather_object(everyone, own, group=world.control_group)
         return {
             "mesh": world.axis_sizes,
-            "random_states": [state for _, state, _ in everyone],
+            # the state of the first rank of each replica, because the ranks of a replica must have the same state
+            "random_states": {rank: state for rank, state, _ in reversed(everyone)},
+            "shared_random_state": shared_random_state,
             "loader_states": {rank: loaders for rank, _, loaders in everyone if loaders},
             "has_global_positions": _has_global_positions(trainer),
             "tracking": self._tracking.get_state(trainer),
@@ -93,7 +98,8 @@ class Resumption:
         """Start a stage of the Trainer, and forget states from earlier checkpoints."""
         self.epoch = 0
         self.micro_batches = (0, 0, None)
-        self._random_state = None
+        self._random_states = None
+        self._logged_steps = None
         self._repeats_epoch = False
 
     def take_from(self, checkpoint: dict[str, Any], trainer: "Trainer", *, is_fit: bool) -> None:
@@ -104,6 +110,7 @@ class Resumption:
         if states is not None:
             self._take(checkpoint, states)
         if "loops" in checkpoint:
+            self._logged_steps = count_logged_steps(checkpoint["loops"]["fit_loop"], trainer)
             self.epoch = prepare_resume(checkpoint["loops"]["fit_loop"], trainer)
 
     def _take(self, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
@@ -112,11 +119,15 @@ class Resumption:
             self._tracking.set_state(states["tracking"])
         self.micro_batches = states.get("micro_batches", (0, 0, None))
         random_states, loader_states, mesh = states["random_states"], states["loader_states"], states.get("mesh")
+        shared = states.get("shared_random_state")
         changed, lost = [], []
-        if self._fits_random_states(len(random_states), mesh):
-            self._random_state = random_states[dist.get_rank()]
+        if len(random_states) == world.data_parallel_size and (shared is not None) == world.has_own_random_numbers:
+            self._random_states = random_states[world.data_parallel_rank], shared
         else:
-            changed.append(f"the random states of {len(random_states)} ranks (mesh {mesh or 'unknown'})")
+            kind = (
+                "the same random state on all" if shared is None and len(random_states) > 1 else "the random states of"
+            )
+            changed.append(f"{kind} {len(random_states)} data parallel ranks (mesh {mesh or 'unknown'})")
             lost.append("random numbers (dropout)")
         if len(loader_states) == world.data_parallel_size:
             _set_loader_states(checkpoint, loader_states[world.data_parallel_rank])
@@ -134,27 +145,28 @@ class Resumption:
                 f" they are dropped: {' and '.join(lost)} start over."
             )
 
-    def _fits_random_states(self, ranks: int, mesh: dict[str, int] | None) -> bool:
-        """Return whether this run can use the random states of an earlier run on ``ranks`` ranks with mesh ``mesh``.
-
-        The ranks of one replica must have the same random state, so that their dropout is the same. States that were
-        saved on a different mesh may break this rule.
-        """
-        if mesh is None:  # older checkpoints do not record the mesh
-            return ranks == self._world.size and self._world.replica_group.size() == 1
-        return mesh == self._world.axis_sizes
-
     def resume(self, trainer: "Trainer", device: torch.device) -> None:
-        """Restore the states that a fit resumes with.
+        """Begin the random numbers of the training, and restore the states that a fit resumes with.
 
         Call this after the iterators of the data loaders have drawn seeds, since drawing can change the random state.
         """
         begin_epoch_after_complete_one(trainer)
         self.epoch = 0
         self._restore_loader_positions(trainer)
-        if self._random_state is not None:
-            set_random_state(self._random_state, device)
-            self._random_state = None
+        self._world.begin_random_numbers(device)
+        if self._random_states is not None:
+            self._world.random_numbers.set_states(*self._random_states, device)
+            self._random_states = None
+
+    def begin_batch(self, trainer: "Trainer") -> None:
+        """Let a resumed run go on with the steps that loggers see. Call this before each batch.
+
+        Lightning may count the last step of the earlier run twice: once more in an iteration without a batch, if the
+        checkpoint was saved after a step with a validation.
+        """
+        if self._logged_steps is not None and trainer.training:
+            set_logged_step(trainer, self._logged_steps)
+            self._logged_steps = None
 
     def _restore_loader_positions(self, trainer: "Trainer") -> None:
         """Set Lightning's batch counts to the position of the restored data loaders.

@@ -17,12 +17,20 @@ from lightning_fsdp2.modules.structure import get_layer_lists
 from lightning_fsdp2.parallel.data.fully_shard import is_unsharded_by_user, reshard
 from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 
-OUTSIDE_CALL_TIMEOUT = timedelta(minutes=5)
-"""Longest time that a rank waits for the other ranks before a sharded module's forward outside of a step."""
+OUTSIDE_CALL_TIMEOUT = timedelta(minutes=1)
+"""Longest time that a rank waits for the other ranks before a sharded module's forward outside of a step.
+
+It is short, because a call on only some ranks is more likely than a rank that comes so late.
+"""
 
 _HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"
 
 _REMEDY = "Its forward is a collective. Call it on all ranks"
+
+_LATE = (
+    " If a rank has minutes of work before its call, first call `trainer.strategy.barrier()` on all ranks, which waits"
+    " longer."
+)
 
 _ALTERNATIVE = (
     ", or gather the weights on all ranks first (`with unshard_fsdp2_model(module):`) and call it inside the block on"
@@ -55,7 +63,7 @@ class StepRegion:
         self._timeout = timeout
         self._holds_units = holds_units or _holds_units
         self._after_forward = after_forward
-        self._remedy = f"{_REMEDY}{alternative}."
+        self._remedy = f"{_REMEDY}{alternative}.{_LATE}"
         self._depth = 0
 
     @contextmanager
@@ -91,7 +99,7 @@ class StepRegion:
         With ``exchanges``, the module's experts exchange tokens, so its forward is a collective even if its weights are
         already gathered.
         """
-        remedy = f"{_REMEDY}." if exchanges else self._remedy
+        remedy = f"{_REMEDY}.{_LATE}" if exchanges else self._remedy
 
         def enter_hook(module: nn.Module, args: Any) -> None:
             is_outside = self._depth == 0 and (exchanges or not is_unsharded_by_user(module))

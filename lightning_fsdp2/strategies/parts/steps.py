@@ -6,6 +6,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.state import check_optimizer_states
@@ -22,6 +24,7 @@ class Steps:
 
     Attributes:
         is_accumulating: Whether the current micro-batch ends without an optimizer step.
+        is_deferring: Whether the current micro-batch also ends without reducing its gradients.
         token_mean: Mean loss and token count of the last optimizer step, if the module uses
             :func:`~lightning_fsdp2.token_mean_loss`.
     """
@@ -29,7 +32,8 @@ class Steps:
     def __init__(self, world: World) -> None:
         self._world = world
         self._checked: set[Optimizer] = set()
-        self.is_accumulating = False
+        self._has_told_reader = False
+        self.is_accumulating = self.is_deferring = False
         self.token_mean: TokenMean | None = None
 
     def begin_stage(self, module: LightningModule) -> None:
@@ -38,13 +42,29 @@ class Steps:
         drop_token_windows(module)
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Run the block as a micro-batch that ends without an optimizer step."""
-        self.is_accumulating = True
+    def accumulating(self, *, defers: bool = True) -> Iterator[None]:
+        """Run the block as a micro-batch that ends without an optimizer step.
+
+        Args:
+            defers: Whether it also ends without reducing its gradients.
+        """
+        self.is_accumulating, self.is_deferring = True, defers
         try:
             yield
         finally:
-            self.is_accumulating = False
+            self.is_accumulating = self.is_deferring = False
+
+    def reads_gradients(self, trainer: Trainer) -> bool:
+        """Return whether a hook may read the gradients of each micro-batch. If so, log it once."""
+        owners: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+        readers = [type(owner).__name__ for owner in owners if is_overridden("on_after_backward", owner)]
+        if readers and not self._has_told_reader:
+            self._has_told_reader = True
+            rank_zero_info(
+                f"{readers[0]} has a hook `on_after_backward`, which may use gradients, so every micro-batch reduces"
+                " gradients, and not only the last one of a step. Use `on_before_optimizer_step` to avoid this."
+            )
+        return bool(readers)
 
     def apply_token_mean(self, module: LightningModule, *, averages_gradients: bool) -> None:
         """Scale the gradients to match a loss that is the mean over the tokens of all ranks and micro-batches.

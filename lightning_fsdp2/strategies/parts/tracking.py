@@ -1,5 +1,6 @@
 """Callback that logs token counts and a description of the run, and lets a resumed run continue its W&B run."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -17,9 +18,10 @@ from typing_extensions import override
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.compat.ledger import get_ledger, has_own
 from lightning_fsdp2.loggers.axes import TOTAL_TOKENS
-from lightning_fsdp2.loggers.run_identity import describe_run, describe_step
+from lightning_fsdp2.loggers.run_identity import describe_run, describe_step, hide_hyperparameters
 from lightning_fsdp2.loggers.wandb import MissingKeyError, WandbLogger
 from lightning_fsdp2.ranks.whole_tensors import gather
+from lightning_fsdp2.ranks.whole_values import get_whole
 
 
 class Tracking(Callback):
@@ -93,6 +95,8 @@ class Tracking(Callback):
         # from this hook on, accessing `experiment` of a logger starts the W&B run
         for logger in _get_wandb_loggers(trainer.loggers):
             logger.release()
+        for owner in (pl_module, cast(Any, trainer).datamodule):
+            hide_hyperparameters(owner)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -150,7 +154,9 @@ class Tracking(Callback):
 
     def _log_metrics(self, row: "_Row", metrics: Any, step: int | None = None, **options: Any) -> None:
         axis = {TOTAL_TOKENS: float(self._total_tokens)} if self._total_tokens else {}
-        row.log({**axis, **metrics}, step, **options)
+        # gather on every rank, before the loggers of all ranks but the first return without writing
+        whole = {name: get_whole(value) if isinstance(value, DTensor) else value for name, value in metrics.items()}
+        row.log({**axis, **whole}, step, **options)
 
 
 @dataclass
@@ -160,6 +166,7 @@ class _Row:
     logger: Logger
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    has_warned: bool = False
 
     def log(self, metrics: dict[str, Any], step: int | None, **options: Any) -> None:
         # Only rank 0 holds metrics until the row is complete, because the loggers of the other ranks write nothing.
@@ -172,7 +179,15 @@ class _Row:
             self.write()
         self.step = step
         # read the values now: a tensor may change before the step is over
-        self.metrics |= {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+        values = {name: v.item() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+        self.metrics |= values
+        for name, value in values.items():
+            if "loss" in name and not math.isfinite(value) and not self.has_warned:
+                self.has_warned = True
+                rank_zero_warn(
+                    f"{name} of step {step} is {value}, so the weights may be spoilt; the callback NaNGuard ends a run"
+                    " before that."
+                )
 
     def write(self) -> None:
         metrics, self.metrics = self.metrics, {}

@@ -16,6 +16,8 @@ from lightning_fsdp2.config import DistributedConfig
 from lightning_fsdp2.mesh import get_axis_sizes, get_extra_group, get_mesh, get_optional_mesh
 from lightning_fsdp2.mesh_axes import get_pipeline_control, get_stage_control
 from lightning_fsdp2.ranks.coordination import gather_objects, get_group
+from lightning_fsdp2.ranks.own_random import OwnRandomNumbers
+from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
 from lightning_fsdp2.sizes import CP_TP, DATA_PARALLEL, DP_CP, PIPELINE_PARALLEL, STAGE, MeshSizes
 from lightning_fsdp2.strategies.launch.process_groups import get_groups, init_process_group, reduce
 
@@ -34,6 +36,8 @@ class World:
         group_timeout: Current timeout of the collectives of a step; :meth:`set_group_timeout` changes it.
         sizes: Sizes of the mesh, resolved for the number of ranks. The strategy sets this before :meth:`start`.
         hosts: Host names of all ranks, in rank order.
+        shares_random_numbers: Whether all ranks draw the same random numbers in training.
+        random_numbers: This rank's own random numbers, unless ``shares_random_numbers``.
         control_group: CPU group of all ranks, for messages that must not use the accelerator or mix with the
             collectives of a step. None before :meth:`start`, and while :mod:`lightning_fsdp2.plan` simulates a run.
         data_group: Group of the ranks that read different data and hold the same part of each sequence and layer.
@@ -60,6 +64,8 @@ class World:
         self.group_timeout = timeout
         self.sizes: MeshSizes | None = None
         self.hosts: list[str] = []
+        self.shares_random_numbers = False
+        self.random_numbers = OwnRandomNumbers()
         self.control_group: dist.ProcessGroup | None = None
 
     def start(self, config: DistributedConfig, environment: ClusterEnvironment, device: torch.device) -> None:
@@ -136,6 +142,11 @@ class World:
         """Number of ranks that read different data: replicas x shards."""
         return get_mesh(self.mesh, DATA_PARALLEL).size()
 
+    @property
+    def has_own_random_numbers(self) -> bool:
+        """Whether this rank draws other random numbers in training than the ranks that read different data."""
+        return self.data_parallel_size > 1 and not self.shares_random_numbers
+
     def get_stage_control(self) -> dist.ProcessGroup:
         """Return the CPU group of the ranks of this pipeline stage. All of them must make the first call."""
         if self.pipeline_size == 1:
@@ -168,6 +179,19 @@ class World:
         message = [obj]
         dist.broadcast_object_list(message, src, group=self.control_group)
         return message[0]
+
+    def share_random_state(self, device: torch.device) -> None:
+        """Set the random state of all ranks to that of rank 0."""
+        if self.size > 1:
+            set_random_state(self.broadcast(get_random_state(device)), device)
+
+    def begin_random_numbers(self, device: torch.device) -> None:
+        """Give each data parallel rank its own random numbers for the training that begins.
+
+        The ranks of a replica read the same batch, so their dropout must use the same numbers.
+        """
+        if self.has_own_random_numbers:
+            self.random_numbers.begin(self.data_parallel_rank, device)
 
     def decide(self, decision: bool, *, all: bool) -> bool:
         """Return whether ``decision`` is true on all ranks or, with ``all=False``, on any rank."""

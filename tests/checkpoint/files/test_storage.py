@@ -18,7 +18,7 @@ from lightning_fsdp2 import load_checkpoint, save_checkpoint, verify_checkpoint
 from lightning_fsdp2.checkpoint.files import storage
 from lightning_fsdp2.checkpoint.files.drafts import get_path
 from lightning_fsdp2.checkpoint.files.storage import CheckpointReader, DurableFile, get_reason, load_pickled
-from lightning_fsdp2.checkpoint.formats.directory import call_dcp
+from lightning_fsdp2.checkpoint.formats.dcp import call_dcp
 
 
 class Bomb:

@@ -65,6 +65,13 @@ def test_a_module_with_two_dtypes_is_refused_with_its_parameters() -> None:
     build_unit_plan(find_structure(model))
 
 
+def test_parameters_of_another_dtype_in_a_module_without_a_forward_are_refused_by_name() -> None:
+    model = make_moe()
+    model.blocks[1].decays = nn.ParameterList([torch.ones(3, dtype=torch.float64)])
+    with pytest.raises(ValueError, match=r"blocks\.1\.decays\.0 \(torch\.float64\) are in a ParameterList"):
+        build_unit_plan(find_structure(model))
+
+
 def test_parameters_tied_across_blocks_are_refused_with_their_names() -> None:
     model = PlainTransformer()
     model.blocks[2].mlp[0].weight = model.blocks[0].mlp[0].weight
@@ -77,6 +84,25 @@ def test_a_scalar_parameter_is_refused_by_name() -> None:
     model[0].temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"0\.temperature.*torch\.ones\(1\)"):
         build_unit_plan(find_structure(model))
+
+
+def test_a_parameter_without_elements_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].prompts = nn.Parameter(torch.empty(0, 4))
+    with pytest.raises(ValueError, match=r"parameters without elements, such as 0\.prompts"):
+        build_unit_plan(find_structure(model))
+
+
+def test_parameters_that_share_memory_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    flat = torch.randn(32)  # as in recurrent modules on CUDA: one storage, but no shared elements
+    for layer, part in zip(model, flat.split(16), strict=False):
+        layer.weight = nn.Parameter(part.view(4, 4))
+    build_unit_plan(find_structure(model))
+    for view in (model[0].weight.t(), model[0].weight[3:]):
+        model[2].weight = nn.Parameter(view)
+        with pytest.raises(ValueError, match=r"0\.weight and 2\.weight share memory"):
+            build_unit_plan(find_structure(model))
 
 
 def test_sparse_gradients_are_refused_and_frozen_tables_have_none() -> None:

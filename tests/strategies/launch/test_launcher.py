@@ -18,6 +18,7 @@ from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script
 
+from lightning_fsdp2.ranks.failures import ExitOfAllRanks
 from lightning_fsdp2.strategies.launch import end_with_parent, launcher
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher, is_of_launcher
 
@@ -107,6 +108,31 @@ def test_after_an_error_a_rank_is_waited_for_briefly(tmp_path: Path, monkeypatch
         return own.procs[0].poll(), 0.1 in timeouts
 
     assert run_ranks(run, 1) == [(None, True)]  # it still ran, and ended with the process that has started it
+
+
+@pytest.mark.parametrize(
+    ("exception", "has_failed", "is_told"),
+    [
+        (SystemExit(3), True, True),
+        (SystemExit(0), True, True),
+        (ExitOfAllRanks(143), False, False),
+        (KeyboardInterrupt(), True, False),
+        (ValueError(), True, False),
+    ],
+    ids=repr,
+)
+def test_only_an_exit_of_all_ranks_is_no_failure(
+    exception: BaseException,
+    has_failed: bool,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(RankLauncher, "has_started", True)
+    monkeypatch.setattr(RankLauncher, "has_failed", None)
+    RankLauncher.note_end(exception)
+    assert RankLauncher.has_failed is has_failed
+    assert ("leaves the run by SystemExit" in caplog.text) is is_told
 
 
 def test_a_rank_that_was_killed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

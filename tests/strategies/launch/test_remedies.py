@@ -1,8 +1,15 @@
 """Advice is given for the errors that need it, and for no others."""
 
+import re
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from helpers.user_modules import QUIET
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_fsdp2.strategies.launch import remedies
@@ -23,6 +30,88 @@ def fail_in_grad_norm() -> None:
     grad_norm(None, 2)  # type: ignore[arg-type]
 
 
+MIXED = "aten.add_.Tensor got mixed torch.Tensor and DTensor"
+
+
+def call_in_hook(fail: Callable[[], None]) -> None:
+    """Call ``fail`` as Lightning calls a hook of a module."""
+    module = pl.LightningModule()
+    module.on_before_zero_grad = lambda _: fail()  # type: ignore[method-assign]
+    _call_lightning_module_hook(pl.Trainer(**QUIET, accelerator="cpu"), "on_before_zero_grad", None, pl_module=module)
+
+
+def fail_in_hook_of_step() -> None:
+    """Raise in a hook that the closure of an optimizer's step calls."""
+
+    def closure() -> float:
+        call_in_hook(raise_mixed)
+        return 0.0
+
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1).step(closure)
+
+
+def raise_mixed() -> None:
+    raise RuntimeError(MIXED)
+
+
+class FailingStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise_mixed()
+
+
+class FailingForward(torch.nn.Module):
+    def forward(self) -> None:
+        raise_mixed()
+
+
+def fail_in_step() -> None:
+    FailingStep(torch.nn.Linear(1, 1).parameters()).step()
+
+
+def fail_in_loss() -> None:
+    def nll_loss(*args: Any, **options: Any) -> None:
+        raise_mixed()
+
+    with patch.object(torch._C._nn, "cross_entropy_loss", nll_loss):
+        torch.nn.functional.cross_entropy(torch.zeros(1, 2), torch.zeros(1).long())
+
+
+def fail_in_loss_of_part() -> None:
+    torch.nn.functional.cross_entropy(torch.zeros(3, 2), torch.zeros(4).long())
+
+
+def fail_to_clip() -> None:
+    def stack(*args: Any) -> None:
+        raise RuntimeError("All operands in aten.stack.default must have the same mesh, but got ...")
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    with patch.object(torch, "stack", stack):
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fail", "remedy"),
+    [
+        (fail_in_hook_of_step, r"In hooks, make other tensors .*randn_like\(p\.grad\)"),
+        (fail_in_step, r"The step of FailingStep mixes"),
+        (FailingForward(), r"unshard_fsdp2_model"),
+        (lambda: call_in_hook(FailingForward()), r"unshard_fsdp2_model"),
+        (fail_in_loss, r"loss_parallel=False"),
+        (fail_to_clip, r"lightning_fsdp2\.clip_grad_norm_"),
+    ],
+)
+def test_the_remedy_goes_by_the_code_that_raised_the_error(fail: Callable[[], None], remedy: str) -> None:
+    assert re.search(remedy, str(get_optional_remedy(catch(fail), [])))
+
+
+def test_a_loss_of_a_part_of_the_sequence_has_a_remedy_under_context_parallelism_only() -> None:
+    error = catch(fail_in_loss_of_part)
+    assert get_optional_remedy(error, []) is None
+    assert "labels" in str(get_optional_remedy(error, [], context_parallel=True))
+    assert get_optional_remedy(ValueError(str(error)), [], context_parallel=True) is None
+
+
 @pytest.mark.parametrize(
     ("exception", "hosts", "remedy"),
     [
@@ -35,6 +124,7 @@ def fail_in_grad_norm() -> None:
         (RuntimeError("Connection closed by peer [10.0.0.1]:3"), ["a"], None),
         (ValueError("Connection closed by peer [10.0.0.1]:3"), ["a", "b"], None),
         (catch(fail_in_grad_norm), [], "callbacks.GradientNorm"),
+        (RuntimeError("can't start new thread"), [], "ulimit -u"),
         (AttributeError("'NoneType' object has no attribute 'named_parameters'"), ["a", "b"], None),
     ],
 )

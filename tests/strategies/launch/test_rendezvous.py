@@ -2,9 +2,12 @@
 
 import os
 import platform
+import re
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from helpers.ranks import raises_on_all_ranks, run_ranks
 from helpers.strategies import STRATEGIES, Kind, fast_under
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import FSDP2Strategy
@@ -134,6 +137,44 @@ def test_rank_0_whose_store_it_is_waits_until_all_know_the_error(monkeypatch: py
         run_ranks(run, 2, group=False)
 
 
+@pytest.mark.guarantees("loopback")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_the_store_of_one_node_listens_on_the_loopback_only(address: str) -> None:
+    """Any other address of this host reaches a store that listens on all interfaces."""
+
+    def run() -> list[bool]:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        store = peers.meet(address, port, rank, 2, timeout=timedelta(seconds=20), run={})
+        found = []
+        for host in ("127.0.0.1", "127.0.0.2"):
+            with socket.socket() as client:
+                found.append(client.connect_ex((host, port)) == 0)
+        if rank == 1:
+            store.set("checked", "")
+        store.wait(["checked"])  # rank 0 has the store
+        return found
+
+    assert run_ranks(run, 2, group=False) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("address", ["node-1", "10.0.0.1", "127.example.org", "localhost.example.org"])
+def test_other_addresses_are_left_to_torch(address: str) -> None:
+    assert peers._listen_on_loopback(address, 0) is None
+
+
+def test_a_process_meets_twice_at_the_same_port() -> None:
+    def run() -> list[bytes]:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        stores = []
+        for attempt in ("0", "1"):
+            os.environ.update(TORCHELASTIC_RESTART_COUNT=attempt)
+            stores.append(peers.meet("127.0.0.1", port, rank, 1, timeout=timedelta(seconds=20), run={}))
+            stores[-1].set("key", attempt)
+        return [store.get("key") for store in stores]
+
+    assert run_ranks(run, 1, group=False) == [[b"1", b"1"]]
+
+
 def test_only_so_many_ranks_are_listed() -> None:
     for ranks, end in ((64, "31 (a), 31 (a). Give every"), (66, "31 (a), 31 (a), .... Give every")):
         arrivals = [(rank // 2, "a", {}) for rank in range(ranks)]
@@ -150,6 +191,103 @@ def test_a_port_that_is_taken_is_named() -> None:
             make_trainer(FSDP2Strategy(), devices=2).fit(Regressor(), make_batches(1))
 
     run_ranks(run, 1, group=False)
+
+
+class Listener(threading.Thread):
+    """Another program at a port: ``answer`` gets each connection."""
+
+    def __init__(self, port: int, answer: Callable[[socket.socket], None]) -> None:
+        super().__init__(daemon=True)
+        self.answer, self.connections = answer, list[socket.socket]()
+        self.server = socket.create_server(("", port))
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            connection, _ = self.server.accept()
+            self.connections.append(connection)  # which would otherwise be closed
+            self.answer(connection)
+
+
+def say_nothing(connection: socket.socket) -> None:
+    pass
+
+
+def hang_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def talk_http(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: keep-alive\r\n\r\n" * 10)
+
+
+@pytest.mark.guarantees("rendezvous", "taken-port")
+@pytest.mark.parametrize("answer", [say_nothing, hang_up, talk_http])
+def test_a_port_that_is_taken_is_named_by_all_ranks(
+    answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 cannot listen there; the others reach the other program, and torch would wait for what it never says."""
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 1.0)
+    seconds = 1.0
+
+    def run() -> str:
+        os.environ.update(WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+        port, rank = int(os.environ["MASTER_PORT"]), os.environ["RANK"]
+        if rank == "0":
+            Listener(port, answer)
+        wait_until_it_listens(port)
+        start = time.monotonic()
+        strategy = FSDP2Strategy(rendezvous_timeout=timedelta(seconds=seconds))
+        with pytest.raises(OSError, match="MASTER_PORT to a free one") as error:
+            make_trainer(strategy, devices=3).fit(Regressor(), make_batches(1))
+        assert time.monotonic() - start < 10 * seconds
+        time.sleep(3 * seconds if rank == "0" else 0)  # the port is taken for as long as the others wait
+        return str(error.value)
+
+    first, *others = run_ranks(run, 3, group=False)
+    assert re.fullmatch(r"Port \d+ is taken on a by another process; set MASTER_PORT to a free one\.", first)
+    for rank, message in enumerate(others, start=1):
+        assert message.startswith(f"Rank {rank} ({HOSTS[rank]}) ")
+        if answer is say_nothing:
+            assert "within rendezvous_timeout=0:00:01, but what listens there does not answer like a store" in message
+            assert re.search(r"Port \d+ is taken on 127\.0\.0\.1 by another process; set MASTER_PORT to", message)
+        if answer is hang_up:
+            assert "could not reach the store of rank 0" in message
+            assert "that no other program has the port (set MASTER_PORT to a free one)" in message
+
+
+def wait_until_it_listens(port: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
+
+
+def test_a_port_that_another_run_has_is_named() -> None:
+    """Its store answers: the rank would join that run, and hang in the first group."""
+
+    def run() -> None:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        options: dict[str, Any] = {"timeout": timedelta(seconds=20), "run": {}}
+        store = peers.meet("127.0.0.1", port, min(rank, 1), 2, **options) if rank < 2 else None
+        if store is not None:
+            store.set(f"{rank} has met", "")
+            store.wait(["2 was refused"])
+            peers.meet("127.0.0.1", port, rank, 2, **options)  # the same run once more
+            store.set(f"{rank} has met twice", "")
+            if rank == 0:  # the store ends with it
+                store.wait(["1 has met twice"])
+            return
+        other = PrefixStore("0/2", TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False))
+        other.wait(["0 has met", "1 has met"])
+        with pytest.raises(
+            ValueError, match=r"Rank 1 \(b\) came to the store at .* after all 2 ranks: port \d+ is tak"
+        ):
+            peers.meet("127.0.0.1", port, 1, 2, **options)
+        other.set("2 was refused", "")
+
+    run_ranks(run, 3, group=False)
 
 
 # ---------------------------------------------------------------------- later

@@ -17,7 +17,7 @@ from helpers import user_modules
 from helpers.ranks import run_ranks
 from helpers.user_modules import AtSteps, UserModule, make_mixed_batch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -101,7 +101,7 @@ make_trainer = partial(user_modules.make_trainer, max_epochs=1, use_distributed_
 def make_stub(mesh_options: dict[str, int]) -> FSDP2Strategy:
     """A strategy that fits, on a mesh of other sizes than its own."""
     strategy = FSDP2Strategy()
-    state = SimpleNamespace(fn=TrainerFn.FITTING)
+    state = SimpleNamespace(fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
     strategy.world.control_group = dist.group.WORLD
     strategy.enter_mesh(create_device_mesh(device_type="cpu", **mesh_options))

@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def wait(purpose: str, timeout: timedelta, remedy: str) -> None:
         assert timeout == timedelta(seconds=3)
-        assert remedy == "Its forward is a collective. Call it on all ranks, or wait."
+        assert remedy.startswith("Its forward is a collective. Call it on all ranks, or wait. If a rank has minutes of")
         calls.append(purpose)
 
     monkeypatch.setattr(step_region, "wait_for_all_ranks", wait)
@@ -51,6 +51,10 @@ def make(calls: list[str], root: Model) -> StepRegion:
 
 def call(name: str) -> list[str]:
     return [f"call {name}, which is sharded, outside of a step", "after the root"]
+
+
+def test_a_call_on_one_rank_is_an_error_after_a_minute() -> None:
+    assert timedelta(minutes=1) >= step_region.OUTSIDE_CALL_TIMEOUT
 
 
 def test_calls_outside_of_a_step_wait_once(calls: list[str]) -> None:

@@ -3,6 +3,7 @@
 import csv
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp2.callbacks import GradientNorm, LearningRates, LossOverRanks, MemoryUsage
 from lightning_fsdp2.loggers import WandbLogger
-from lightning_fsdp2.strategies.parts.tracking import Tracking
+from lightning_fsdp2.strategies.parts.tracking import Tracking, _Row
 
 IGNORED = {"trainer/global_step", "_step", "_runtime", "_timestamp", "hp_metric"}
 
@@ -293,3 +294,11 @@ def test_a_step_that_is_not_logged_costs_nothing(tmp_path: Path, monkeypatch: py
         assert tracked.collectives == without.collectives
 
     STRATEGIES["fsdp2"].run(compare, 2)
+
+
+def test_first_logged_loss_that_is_not_finite_is_one_warning() -> None:
+    row = _Row(SimpleNamespace())  # type: ignore[arg-type]
+    row.log({"train/loss": torch.tensor(1.0)}, step=2)
+    with pytest.warns(UserWarning, match=r"train/loss of step 2 is nan.*NaNGuard"):
+        row.log({"train/loss": torch.tensor(float("nan"))}, step=2)
+    row.log({"train/loss": torch.tensor(float("inf"))}, step=2)  # warnings are errors in the tests

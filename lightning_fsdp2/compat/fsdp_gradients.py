@@ -1,0 +1,230 @@
+"""Gradients of parameters that FSDP2 shards: deferred ones, hooks on them, backwards to some of them.
+
+FSDP2 computes with gathered parameters, and only these are in autograd's graph. So autograd neither runs the hooks that
+users register on sharded parameters, nor finds sharded parameters in the graph. Tested with torch 2.11 to 2.15.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.compat.autograd import UnreducedGradient, has_gradient_hooks
+from lightning_fsdp2.compat.fsdp import get_parameter_groups
+from lightning_fsdp2.compat.torch import call_at_end_of_backward, make_wrapper_subclass
+
+
+def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
+    """Drop the gradients that ``parameters`` of a unit have accumulated without gradient synchronisation.
+
+    torch has no public way to do this.
+    """
+    for group in get_parameter_groups(module):
+        chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
+        for parameter in chosen:
+            if hasattr(parameter, "_unsharded_param"):  # set by the parameter's first all-gather
+                parameter._unsharded_param.grad = None
+            # torch 2.15 keeps the accumulated gradient in `grad` instead of in this attribute
+            if parameter.unsharded_accumulated_grad is not None:
+                parameter.unsharded_accumulated_grad = None
+            if isinstance(parameter.sharded_param.grad, UnreducedGradient):
+                parameter.sharded_param.grad = None
+        if len(chosen) == len(group.fsdp_params):
+            # HSDP stores the accumulated gradients of the whole FSDP unit in this attribute
+            group._partial_reduce_output = None
+            getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
+
+
+def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
+    """Copy gradients that accumulated without synchronisation, so that no two parameters share a gradient's memory.
+
+    If several parameters are added or concatenated, autograd may compute one gradient tensor for all of them. Normally,
+    autograd then copies this tensor for each parameter except the last. With DTensors, autograd does not notice the
+    sharing and copies nothing, so the next backward would add to the gradients of several parameters at once.
+    """
+    seen: set[int] = set()
+    for group in (group for module in modules for group in get_parameter_groups(module)):
+        for parameter in group.fsdp_params:
+            gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if isinstance(gradient, DTensor):
+                memory = gradient._local_tensor.untyped_storage()._cdata
+                if memory in seen:
+                    parameter._unsharded_param.grad = gradient.clone()
+                seen.add(memory)
+
+
+def watch_gradients(module: FSDPModule) -> None:
+    """Make a unit run the hooks on the gradients of its sharded parameters, and mark gradients that are not reduced.
+
+    The hooks are those of ``Tensor.register_hook`` and ``Tensor.register_post_accumulate_grad_hook``. They run once in
+    each backward, at its end. They get the gradient that this backward has computed on all ranks, a DTensor that is
+    sharded like the parameter. As in autograd, a hook may return another gradient. A unit with hooks reduces its
+    gradients in every backward, even if gradient synchronisation is off.
+    """
+    state: Any = module._get_fsdp_state()
+    for group in get_parameter_groups(module):
+        group.post_backward = _PostBackward(group, state)
+
+
+class _PostBackward:
+    """Replacement of the method with which a group of FSDP2 parameters reduces its gradients.
+
+    If a module is called several times, FSDP2 calls this method several times in a backward, and each call adds to the
+    gradient. So hooks run only at the end of the backward, when the gradient is complete.
+    """
+
+    def __init__(self, group: Any, state: Any) -> None:
+        self._group, self._state = group, state
+        self._earlier: dict[Any, Tensor | None] = {}
+        self._placeholders: dict[Any, UnreducedGradient] = {}
+
+    def __call__(self, *_: Any) -> None:
+        group = self._group
+        hooked = [parameter for parameter in group.fsdp_params if has_gradient_hooks(parameter.sharded_param)]
+        _check_gathered(group)
+        if hooked:
+            self._reduce_for_hooks(hooked)
+        elif group.reduce_grads and (group.all_reduce_grads or not isinstance(group.mesh_info, DDPMeshInfo)):
+            self._take_placeholders_off()
+            type(group).post_backward(group)
+        else:
+            unreduced = [parameter for parameter in group.fsdp_params if _is_unreduced(parameter)]
+            type(group).post_backward(group)
+            self._put_placeholders_on(unreduced)
+
+    def _reduce_for_hooks(self, hooked: list[Any]) -> None:
+        group = self._group
+        if self._take_placeholders_off():
+            raise ValueError(
+                f"A hook was registered on {_get_name(hooked[0])} in the middle of an accumulation window, so it would"
+                " see the gradients of several micro-batches at once. Register hooks before the first micro-batch of an"
+                " optimizer step; or set FSDP2Config(defer_fsdp_grad_sync=False), if there are no replicas."
+            )
+        for parameter in hooked:
+            if parameter not in self._earlier:
+                self._earlier[parameter] = parameter.sharded_param.grad
+                parameter.sharded_param.grad = None
+        # a pipeline runs several backwards in place of one
+        is_last = self._state._state_ctx.is_last_backward
+        with _hide_hooks(hooked), _reduce_now(group, enabled=is_last):
+            type(group).post_backward(group)
+        if is_last:
+            call_at_end_of_backward(self._run_hooks)
+
+    @torch.no_grad()
+    def _run_hooks(self) -> None:
+        """Run the hooks on the gradients of this backward, and add the gradients to those of earlier backwards."""
+        earlier, self._earlier = self._earlier, {}
+        for parameter, before in earlier.items():
+            shard = parameter.sharded_param
+            if (gradient := shard.grad) is None:  # this backward has not used the parameter
+                shard.grad = before
+                continue
+            for hook in tuple((shard._backward_hooks or {}).values()):
+                gradient = _call_hook(hook, gradient, _get_name(parameter))
+            shard.grad = gradient if before is None else before.add_(gradient)
+            for hook in tuple((shard._post_accumulate_grad_hooks or {}).values()):
+                hook(shard)
+
+    def _put_placeholders_on(self, unreduced: list[Any]) -> None:
+        for parameter in unreduced:
+            shard = parameter.sharded_param
+            if shard.grad is None:
+                if parameter not in self._placeholders:
+                    self._placeholders[parameter] = make_wrapper_subclass(UnreducedGradient, shard)
+                shard.grad = self._placeholders[parameter]
+
+    def _take_placeholders_off(self) -> bool:
+        """Remove the placeholders, and return whether there were any."""
+        marked = [p for p in self._group.fsdp_params if isinstance(p.sharded_param.grad, UnreducedGradient)]
+        for parameter in marked:
+            parameter.sharded_param.grad = None
+        return bool(marked)
+
+
+def _is_unreduced(parameter: Any) -> bool:
+    gathered = getattr(parameter, "_unsharded_param", None)  # set by the parameter's first all-gather
+    return parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+
+
+def _check_gathered(group: Any) -> None:
+    """Refuse hooks on gathered parameters, which autograd has run on the gradient of this rank alone."""
+    for parameter in group.fsdp_params:
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is not None and has_gradient_hooks(gathered):
+            raise ValueError(
+                f"A hook was registered on {_get_name(parameter)} while a step had the parameter gathered, so it would"
+                " see only this rank's part of the gradient. Register hooks outside of steps, such as in"
+                " `on_train_start` or `on_train_batch_start`."
+            )
+
+
+def _call_hook(hook: Callable[[Tensor], Any], gradient: Tensor, name: str) -> Tensor:
+    try:
+        result = hook(gradient)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ValueError(
+            f"A hook on {name} combines the gradient, which is sharded (a DTensor), with a whole tensor. Shard this"
+            " tensor too: `distribute_tensor(tensor, gradient.device_mesh, gradient.placements, src_data_rank=None)`."
+        ) from error
+    if result is None:
+        return gradient
+    if not isinstance(result, DTensor) or result.shape != gradient.shape:
+        raise TypeError(
+            f"A hook on {name} returned {type(result).__name__}{list(getattr(result, 'shape', []))} instead of a"
+            f" DTensor of the shape {list(gradient.shape)}. A hook on a sharded parameter gets and returns a gradient"
+            " that is sharded like the parameter."
+        )
+    return result.redistribute(placements=gradient.placements)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _hide_hooks(parameters: list[Any]) -> Iterator[None]:
+    """Hide the hooks that FSDP2 would call whenever it adds to a gradient."""
+    hooks = [p.sharded_param._post_accumulate_grad_hooks for p in parameters]
+    kept = [(of_one, dict(of_one)) for of_one in hooks if of_one]
+    for of_one, _ in kept:
+        of_one.clear()
+    try:
+        yield
+    finally:
+        for of_one, saved in kept:
+            of_one.update(saved)
+
+
+@contextmanager
+def _reduce_now(group: Any, *, enabled: bool) -> Iterator[None]:
+    flags = group.reduce_grads, group.all_reduce_grads
+    if enabled:
+        group.reduce_grads = group.all_reduce_grads = True
+    try:
+        yield
+    finally:
+        group.reduce_grads, group.all_reduce_grads = flags
+
+
+def _get_name(parameter: Any) -> str:
+    return str(parameter._param_fqn or parameter._module_info.param_name)
+
+
+def get_gathered_parameters(modules: Iterable[FSDPModule]) -> dict[int, tuple[str, Tensor]]:
+    """Return the names and gathered parameters of FSDP2 units, which autograd knows.
+
+    The key is the ``id`` of each form of the parameter that a user may hold: the sharded parameter, and those that are
+    in the module between its forward and its backward.
+    """
+    gathered: dict[int, tuple[str, Tensor]] = {}
+    for group in (group for module in modules for group in get_parameter_groups(module)):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):  # otherwise no forward has used the parameter
+                for form in ("sharded_param", "_sharded_post_forward_param", "_unsharded_param"):
+                    gathered[id(getattr(parameter, form, None))] = _get_name(parameter), parameter._unsharded_param
+    gathered.pop(id(None), None)
+    return gathered

@@ -1,0 +1,184 @@
+"""Values that Python reads from DTensors, such as ``norm.item()``: those of the whole tensor, on every rank.
+
+DTensor's own ``item()`` returns what this rank holds. For the norm of a sharded gradient, that is the norm of this
+rank's shard; for ``torch.isnan(gradient).any()``, whether this rank's shard has a NaN. Ranks would log wrong numbers,
+and take different branches. ``tolist()``, ``numpy()`` and format strings of a DTensor are errors without a remedy.
+
+To read a whole value, ranks communicate. So they first compare, on the host, the line that reads it: a rank that reads
+alone would take part in another rank's next collective, or wait for ever.
+"""
+
+import inspect
+import math
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.compat.dtensor import (
+    READ_SCALAR,
+    compute_as_dtensor,
+    has_values,
+    keep_nan_of_any_rank,
+    set_handler,
+    set_method,
+)
+from lightning_fsdp2.compat.torch import StridedShard, get_group_timeout
+from lightning_fsdp2.ranks.coordination import get_group_of_ranks
+from lightning_fsdp2.ranks.pieces import is_uneven
+from lightning_fsdp2.ranks.whole_random import draw_whole_random_numbers
+from lightning_fsdp2.ranks.whole_tensors import gather
+
+READ_TIMEOUT = timedelta(minutes=5)
+"""Longest time that a rank waits for the other ranks to read the same value."""
+
+_PACKAGES = ("torch", "lightning", "numpy", __name__.partition(".")[0])
+"""Packages whose lines are not the line that reads a value."""
+
+
+def treat_dtensors_as_whole() -> None:
+    """Make DTensors give Python their whole values, and get the random numbers of one process, from now on.
+
+    This stays so when a Trainer is gone, because its module is still sharded, and a script reads its weights then.
+    """
+    draw_whole_random_numbers()
+    keep_nan_of_any_rank()
+    aten = torch.ops.aten
+    # in inference mode, DTensor gets `item` and `is_nonzero` themselves, not the operation that they consist of
+    for operation in (READ_SCALAR, aten.item.default, aten.is_nonzero.default):
+        set_handler(operation, _read_scalar)
+    for packet in (aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin):
+        set_handler(packet.default, _find_extreme)
+    set_handler(aten.linalg_vector_norm.default, _compute_norm)
+    set_handler(aten.equal.default, _are_equal)
+    set_handler(aten.allclose.default, _are_close)
+    set_handler(aten.mse_loss.default, _compute_loss)
+    set_method("numpy", _read_array)
+    set_method("tolist", _read_list)
+    set_method("__format__", _format)
+
+
+def get_whole(value: DTensor) -> Tensor:
+    """Return ``value`` as a plain tensor, on every rank of its mesh.
+
+    Raises:
+        RuntimeError: If another rank of the mesh does not read the value in the same line. The message names the line.
+    """
+    if not has_values(value) or not _is_spread(value):
+        return value.to_local()
+    _check_all_ranks_read(value)
+    return gather(value)
+
+
+def _is_spread(value: DTensor) -> bool:
+    """Return whether a rank holds only a part of ``value``."""
+    sizes = zip(value.placements, value.device_mesh.shape, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
+
+
+def _read_scalar(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value: DTensor = args[0]
+    return operation(get_whole(value))
+
+
+def _are_equal(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # torch's own way compares over all ranks of the world, even if only some of them hold the tensors
+    first, second = args
+    return first.shape == second.shape and get_whole((first == second).all()).item()
+
+
+def _are_close(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_close: Any = torch.isclose(*args, **kwargs).all()
+    return get_whole(is_close).item()
+
+
+def _find_extreme(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Find an extreme, or its index, also in shards in which torch cannot.
+
+    If a rank holds no element, torch raises an error on this rank only. It finds no index in weights that FSDP2 has
+    sharded after tensor parallelism.
+    """
+    value, *rest = args
+    if isinstance(value, DTensor) and has_values(value):
+        is_index = operation in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)
+        if _may_be_empty_on_a_rank(value) or (is_index and any(isinstance(p, StridedShard) for p in value.placements)):
+            value = DTensor.from_local(gather(value), value.device_mesh, run_check=False)
+    return compute_as_dtensor(operation, (value, *rest), kwargs)
+
+
+def _compute_norm(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_extreme = len(args) > 1 and abs(args[1]) == math.inf
+    return (_find_extreme if is_extreme else compute_as_dtensor)(operation, args, kwargs)
+
+
+def _may_be_empty_on_a_rank(value: DTensor) -> bool:
+    if is_uneven(value):
+        return True
+    sizes = [*value.shape]
+    for placement, ranks in zip(value.placements, value.device_mesh.shape, strict=True):
+        if placement.is_shard() or isinstance(placement, StridedShard):
+            dim = cast(Any, placement).dim
+            sizes[dim] = max(0, sizes[dim] - -(-sizes[dim] // ranks) * (ranks - 1))  # what the last rank has
+    return value.numel() > 0 and 0 in sizes
+
+
+def _compute_loss(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute a mean over uneven shards, for which torch takes the mean of the shards' means."""
+    first, second, reduction = (*args, 1)[:3]
+    if reduction != 1:
+        return compute_as_dtensor(operation, args, kwargs)
+    return compute_as_dtensor(operation, (first, second, 0), kwargs).mean()
+
+
+def _read_array(self: DTensor, *, force: bool = False) -> Any:
+    return get_whole(self).numpy(force=force)
+
+
+def _read_list(self: DTensor) -> Any:
+    return get_whole(self).tolist()
+
+
+def _format(self: DTensor, spec: str) -> str:
+    # a number is formatted as that of a plain tensor; what is larger is shown as the DTensor that it is
+    return Tensor.__format__(get_whole(self) if self.dim() == 0 else self, spec)
+
+
+def _check_all_ranks_read(value: DTensor) -> None:
+    mesh = value.device_mesh
+    timeout = min(READ_TIMEOUT, *map(get_group_timeout, mesh.get_all_groups()))
+    place, line = _find_line()
+    code = zlib.crc32(f"{line} {tuple(value.shape)} {value.dtype} {value.placements}".encode())
+    codes = torch.tensor([code, -code])
+    try:
+        group = get_group_of_ranks(mesh.mesh.flatten().tolist(), "values", timeout)
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(timeout)
+    except RuntimeError as error:
+        raise RuntimeError(_describe(value, place, f"not every one of them did so within {timeout}")) from error
+    if codes.tolist() != [code, -code]:
+        raise RuntimeError(_describe(value, place, "another one reads a value in another line"))
+
+
+def _describe(value: DTensor, place: str, problem: str) -> str:
+    return (
+        f"{place}: rank {dist.get_rank()} reads the value of a tensor of which each of {value.device_mesh.size()} ranks"
+        f" holds a part, but {problem}. Read it on all ranks, not under `if trainer.is_global_zero`: call"
+        " `total = tensor.full_tensor()` on every rank, and use `total` on any. For the norm of all gradients, use the"
+        " callback lightning_fsdp2.callbacks.GradientNorm."
+    )
+
+
+def _find_line() -> tuple[str, str]:
+    """Return the file and line of the user that reads a value: with the file's path, and with its name only.
+
+    Paths may differ between hosts.
+    """
+    frame: Any = inspect.currentframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    return f"{path}:{frame.f_lineno}", f"{path.name}:{frame.f_lineno}"

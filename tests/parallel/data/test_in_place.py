@@ -1,0 +1,284 @@
+"""Weights that a forward changes in place are those of one process afterwards, or an error names the parameter."""
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.collectives import StepCounter
+from helpers.ranks import raises_on_all_ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.parallel.data import in_place
+from lightning_fsdp2.parallelizer import unshard_fsdp2_model
+from lightning_fsdp2.ranks.whole_tensors import gather
+
+WIDTH = 6
+
+
+class Clipped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class UnitRows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.copy_(F.normalize(self.weight, dim=1))
+        return super().forward(x)
+
+
+class FrozenRows(UnitRows):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.requires_grad_(False)
+
+
+class Limited(nn.Module):
+    """torch's own option of this kind: only the rows that a batch reads are renormalised."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3 * rows, width, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.embedding((x.abs() * 100).long()[:, 0] % self.embedding.num_embeddings)
+
+
+class ActNorm(nn.Module):
+    """Initialised by the mean over the first batches of all ranks."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(width))
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            mean = x.detach().mean(0)
+            if x.shape[0] == 2:  # a rank's half of the batch
+                dist.all_reduce(mean)
+                mean /= 2
+            with torch.no_grad():
+                self.mean.copy_(mean)
+            self.is_ready.fill_(True)
+        return x - self.mean
+
+
+class OwnCodebook(nn.Module):
+    """A codebook that moves to the rank's own data, so that each rank has another one."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(rows, width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.codes.lerp_(x.detach().mean(0).expand_as(self.codes), 0.1)
+        return x + self.codes.sum(0)
+
+
+class Block(nn.Module):
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.kind(self.first(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: Callable[[int, int], nn.Module], *, limits_scale: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.limits_scale = limits_scale
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.limits_scale:  # a parameter of the root, which stays gathered until backward
+            with torch.no_grad():
+                self.scale.clamp_(max=1.0)
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def make_batch(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, halves: bool, steps: int = 3) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(steps):
+        batch = make_batch(step)
+        batch = batch.chunk(2)[dist.get_rank() % 2] if halves else batch
+        (model(batch) - 0.5).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shard(model: nn.Module, replicas: int = 1, **options: Any) -> nn.Module:
+    config = FSDP2Config(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32), **options)
+    mesh = create_device_mesh(config, dp_replicate_size=replicas, device_type="cpu")
+    return FSDP2Manager(config, mesh).parallelize(model)
+
+
+KINDS = [Clipped, UnitRows, FrozenRows, Limited, ActNorm]
+
+
+def compare(kind: Any, **options: Any) -> None:
+    model = Net(kind)
+    alone = copy.deepcopy(model)
+    shard(model, **options)
+    train(model, halves=True)
+    train(alone, halves=False)
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(gather(parameter.detach()), other.detach(), msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.guarantees("weights-changed-in-place")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": True, "activation_checkpointing": True},
+        {"enable_fsdp2_prefetch": False, "replicas": 2},
+    ],
+    ids=["default", "gathered", "recomputed", "replicas"],
+)
+def test_weights_changed_in_place_are_those_of_one_process(options: dict[str, Any]) -> None:
+    def run() -> None:
+        for kind in KINDS:
+            try:
+                compare(kind, **options)
+            except Exception as error:
+                raise AssertionError(kind.__name__) from error
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.guarantees("weights-changed-in-place-differently")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_changes_that_differ_between_ranks_are_refused(replicas: int) -> None:
+    def run() -> None:
+        train(shard(Net(OwnCodebook), replicas), halves=True)
+
+    with raises_on_all_ranks(RuntimeError, r"layers\.0\.kind\.codes.*all_reduce"):
+        run_ranks(run, 2)
+
+
+def test_a_change_on_one_rank_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sometimes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+            return super().forward(x)
+
+    def run() -> str:
+        model = shard(Net(Sometimes))
+        try:
+            train(model, halves=True)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(in_place, "_TIMEOUT", timedelta(seconds=1))
+    first, _ = run_ranks(run, 2)
+    assert "layers.0.kind.weight" in first
+    assert "rank 1 did not" in first
+
+
+class Recomputed(nn.Linear):
+    """A change that depends on what it changes, so that a second run of it gives another weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def test_a_change_that_recomputation_repeats_is_refused() -> None:
+    def run() -> None:
+        compare(Recomputed)
+        train(shard(Net(Recomputed), activation_checkpointing=True), halves=True)
+
+    with raises_on_all_ranks(RuntimeError, r"layers\.\d\.kind\.weight.*activation_checkpointing=False"):
+        run_ranks(run, 2)
+
+
+class ByData(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class ByAssignment(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.guarantees("weights-changed-through-data")
+@pytest.mark.parametrize("kind", [ByData, ByAssignment])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False, "activation_checkpointing": True}])
+def test_changes_through_data_are_refused_in_the_first_step(kind: Any, options: dict[str, Any]) -> None:
+    def run() -> None:
+        train(shard(Net(kind), **options), halves=True)
+
+    with raises_on_all_ranks(RuntimeError, r"layers\.0\.kind\.weight.*`\.data`.*torch\.no_grad"):
+        run_ranks(run, 2)
+
+
+def test_only_elements_that_changed_are_rounded_to_the_compute_dtype() -> None:
+    def run() -> None:
+        model = Net(Clipped)
+        alone = copy.deepcopy(model)
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        FSDP2Manager(config, create_device_mesh(config, device_type="cpu")).parallelize(model)
+        with torch.no_grad():
+            model(make_batch(0))
+        expected = alone.layers[0].kind.weight.detach()
+        is_kept = expected.abs() < 0.099
+        actual = gather(model.layers[0].kind.weight.detach())
+        assert actual[is_kept].equal(expected[is_kept])
+        assert actual[~is_kept].abs().max() < 0.1005
+
+    run_ranks(run, 2)
+
+
+def test_models_that_change_nothing_communicate_as_before() -> None:
+    def run() -> None:
+        model = shard(Net(nn.Linear, limits_scale=False))
+        train(model, halves=True, steps=1)
+        with StepCounter() as counter:
+            model(make_batch(0)).sum().backward()
+        assert set(counter.collectives) <= {"all_gather", "reduce_scatter"}
+
+    run_ranks(run, 2)
+
+
+def test_changes_of_weights_gathered_for_a_block_are_lost_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> list[str]:
+        model = shard(Net(Clipped))
+        model(make_batch(0))
+        with unshard_fsdp2_model(model), torch.no_grad():
+            if dist.get_rank() == 0:
+                model.layers[0].first.weight.zero_()
+        assert gather(model.layers[0].first.weight.detach()).abs().sum() > 0
+        return [record.getMessage() for record in caplog.records]
+
+    first, second = run_ranks(run, 2)
+    assert any("layers.0.first.weight" in message for message in first)
+    assert not any("layers.0.first.weight" in message for message in second)

@@ -1,0 +1,276 @@
+"""What Python reads from a DTensor is the value of the whole tensor, on every rank; the oracle is the plain tensor."""
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lightning_fsdp2.ranks import whole_values
+from lightning_fsdp2.ranks.whole_values import get_whole, treat_dtensors_as_whole
+
+REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(),
+    "norm": lambda x: x.norm(),
+    "norm 0": lambda x: x.norm(0),
+    "norm 1": lambda x: x.norm(1),
+    "norm 3": lambda x: x.norm(3),
+    "norm inf": lambda x: x.norm(math.inf),
+    "norm -inf": lambda x: x.norm(-math.inf),
+    "vector_norm": torch.linalg.vector_norm,
+    "matrix_norm": torch.linalg.matrix_norm,
+    "norm of norms": lambda x: torch.stack([x.norm(), x.norm(1)]).norm(),
+    "total norm": lambda x: nn.utils.get_total_norm([x, 2 * x]),
+    "foreach norm": lambda x: torch._foreach_norm([x])[0],
+    "foreach max": lambda x: torch._foreach_max([x])[0],
+    "norm of columns": lambda x: x.norm(dim=0)[1],
+    "norm of rows": lambda x: x.norm(dim=1)[4],
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(),
+    "amin": lambda x: x.amin(),
+    "aminmax": lambda x: x.aminmax().max,
+    "absmax": lambda x: x.abs().max(),
+    "max of columns": lambda x: x.max(0).values[2],
+    "row of max": lambda x: x.max(0).indices[3],
+    "argmax": lambda x: x.argmax(),
+    "argmin": lambda x: x.argmin(),
+    "argmax of columns": lambda x: x.argmax(0)[0],
+    "median": lambda x: x.median(),
+    "median of columns": lambda x: x.median(0).values[0],
+    "nansum": lambda x: x.nansum(),
+    "prod": lambda x: x.prod(),
+    "std": lambda x: x.std(),
+    "var": lambda x: x.var(),
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "count_nonzero": lambda x: (x > 0).count_nonzero(),
+    "count": lambda x: (x > 0).sum(),
+    "dist": lambda x: torch.dist(x, x * x),
+    "mse": lambda x: F.mse_loss(x, x * x),
+    "mse sum": lambda x: F.mse_loss(x, x * x, reduction="sum"),
+    "l1": lambda x: F.l1_loss(x, x * x),
+    "cumsum": lambda x: x.cumsum(0)[4, 3],
+    "histc": lambda x: x.histc(4, -2, 2)[1],
+    "element": lambda x: x[4, 3],
+}
+
+CHECKS: dict[str, Callable[[Tensor], Any]] = {
+    "any NaN": lambda x: bool(torch.isnan(x).any()),
+    "all finite": lambda x: bool(torch.isfinite(x).all()),
+    "sum is NaN": lambda x: math.isnan(x.sum()),
+    "norm is finite": lambda x: bool(x.norm().isfinite()),
+    "if": lambda x: [1] if (x > 1.9).any() else [],
+    "is_nonzero": lambda x: torch.is_nonzero((x > 1.9).any()),
+    "count of NaN": lambda x: int(torch.isnan(x).sum()),
+    "max is finite": lambda x: math.isfinite(x.max().item()),
+    "min is NaN": lambda x: bool(torch.isnan(x.min())),
+    "max norm": lambda x: bool(x.norm(math.inf) > 1),
+    "equal": lambda x: torch.equal(x, x.nan_to_num(3.0)),
+    "allclose": lambda x: torch.allclose(x, x.clamp(max=1.9)),
+}
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.norm().item(),
+    "float": lambda x: float(x.sum()),
+    "int": lambda x: int((x * 10).sum()),
+    "complex": lambda x: complex(x.sum()).real,
+    "bool": lambda x: bool(x.sum() > 6),
+    "index": lambda x: len([0] * int((x > 0).sum())),
+    "format": lambda x: f"{x.norm():.3f} {x.max():>6.2f}",
+    "old format": lambda x: f"{x.sum():.2e}",
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy().tolist(),
+    "asarray": lambda x: np.asarray(x.sum()).tolist(),
+    "sqrt": lambda x: math.sqrt((x * x).sum()),
+    "sum of squares": lambda x: sum(part.norm(2).item() ** 2 for part in (x, 2 * x)),
+    "max of Python": lambda x: max(x.norm(), x.sum()).item(),
+}
+
+
+def get_table() -> dict[str, Callable[[Tensor], Any]]:
+    reductions = {name: lambda x, reduce=reduce: reduce(x).item() for name, reduce in REDUCTIONS.items()}
+    return {**reductions, **CHECKS, **READS}
+
+
+def make_values(bad: bool) -> Tensor:
+    values = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))  # uneven over two ranks
+    if bad:
+        values[-1] = math.nan
+    return values
+
+
+def check(layouts: dict[str, tuple[tuple[int, ...], list[Any]]]) -> None:
+    treat_dtensors_as_whole()
+    for layout, (shape, placements) in layouts.items():
+        mesh = init_device_mesh("cpu", shape)
+        for name, read in get_table().items():
+            for bad in (False, True) if name in CHECKS else (False,):
+                whole = make_values(bad)
+                value = read(distribute_tensor(whole.clone(), mesh, placements))
+                expected = read(whole)
+                assert type(value) is type(expected), (layout, name, value)
+                assert value == expected or value == pytest.approx(expected, rel=1e-5), (layout, name, value, expected)
+
+
+@pytest.mark.guarantees("whole-values")
+def test_every_reduction_check_and_way_to_read_gives_the_value_of_the_whole() -> None:
+    run_ranks(check, 2, {"rows": ((2,), [Shard(0)])})
+
+
+@pytest.mark.slow
+def test_values_of_every_layout_are_those_of_the_whole() -> None:
+    run_ranks(
+        check,
+        4,
+        {
+            "columns": ((4,), [Shard(1)]),
+            "replicas of rows": ((2, 2), [Replicate(), Shard(0)]),
+            "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
+            "rows twice": ((2, 2), [Shard(0), Shard(0)]),
+            "replicated": ((2, 2), [Replicate(), Replicate()]),
+        },
+    )
+
+
+def _check_fully_sharded_after_tensor_parallel() -> None:
+    treat_dtensors_as_whole()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 8)
+    whole = layer.weight.detach().clone()
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["dp"])
+    with torch.no_grad():
+        assert layer.weight.norm().item() == pytest.approx(whole.norm().item(), rel=1e-6)
+        assert layer.weight.tolist() == whole.tolist()
+        assert layer.weight.argmax().item() == whole.argmax().item()
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_sharded_twice_is_read_in_its_own_order() -> None:
+    run_ranks(_check_fully_sharded_after_tensor_parallel, 4)
+
+
+def read_on_one_rank(limit: float) -> None:
+    treat_dtensors_as_whole()
+    whole_values.READ_TIMEOUT = timedelta(seconds=limit)
+    values = distribute_tensor(make_values(bad=False), init_device_mesh("cpu", (2,)), [Shard(0)])
+    if dist.get_rank() == 0:
+        values.norm().item()  # the line that the error names
+    time.sleep(2 * limit)
+
+
+@pytest.mark.guarantees("value-on-one-rank")
+def test_a_value_that_one_rank_reads_alone_is_an_error_that_names_the_line() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(read_on_one_rank, 2, 1.0)
+    message = str(caught.value.failures[0])
+    line = read_on_one_rank.__code__.co_firstlineno + 5
+    assert f"{os.path.basename(__file__)}:{line}: rank 0 reads" in message
+    assert re.search(r"within 0:00:01.*full_tensor\(\).*GradientNorm", message)
+
+
+def _read_in_different_lines() -> None:
+    treat_dtensors_as_whole()
+    values = distribute_tensor(make_values(bad=False), init_device_mesh("cpu", (2,)), [Shard(0)])
+    if dist.get_rank() == 0:
+        values.norm().item()
+    else:
+        values.sum().item()
+
+
+def test_values_that_ranks_read_in_different_lines_are_an_error_on_all_of_them() -> None:
+    with raises_on_all_ranks(RuntimeError, "another one reads a value in another line"):
+        run_ranks(_read_in_different_lines, 2)
+
+
+def _read_on_a_part_of_the_world() -> None:
+    """Each pair of ranks reads another number of values, as pipeline stages do."""
+    treat_dtensors_as_whole()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    values = distribute_tensor(make_values(bad=False), mesh, [Shard(0)])
+    for _ in range(1 + dist.get_rank() // 2):
+        assert values.norm().item() == pytest.approx(make_values(bad=False).norm().item())
+        assert torch.equal(values, values.clone())
+
+
+@pytest.mark.slow
+def test_only_the_ranks_that_hold_a_value_read_it() -> None:
+    run_ranks(_read_on_a_part_of_the_world, 4)
+
+
+def make_optimizers(parameters: list[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
+    for options in ({"foreach": True}, {"foreach": False}):
+        yield torch.optim.AdamW(parameters, weight_decay=0.1, **options)
+        yield torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **options)
+    yield torch.optim.AdamW(parameters, fused=True)
+    for kind in (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax):
+        yield kind(parameters)
+    yield torch.optim.AdamW(parameters, torch.tensor(0.1), amsgrad=True, foreach=False)
+
+
+def _count_reads_of_steps() -> None:
+    treat_dtensors_as_whole()
+    layer = nn.Linear(4, 5)
+    fully_shard(layer)
+    reads = []
+    whole_values._check_all_ranks_read = reads.append
+    for optimizer in make_optimizers(list(layer.parameters())):
+        for _ in range(2):
+            layer(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not reads, optimizer
+
+
+def test_steps_of_optimizers_read_no_value_of_other_ranks() -> None:
+    run_ranks(_count_reads_of_steps, 2)
+
+
+def _read_a_tensor_that_only_some_ranks_hold() -> None:
+    treat_dtensors_as_whole()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = make_values(bad=False)[:1]
+    for name in ("max", "min", "amax", "amin", "aminmax", "norm inf", "norm -inf", "norm", "sum", "argmax", "absmax"):
+        value, expected = (REDUCTIONS[name](one) for one in (distribute_tensor(whole, mesh, [Shard(0)]), whole))
+        assert value.item() == pytest.approx(expected.item(), rel=1e-6), name
+
+
+def test_a_tensor_with_fewer_rows_than_ranks_has_a_largest_value() -> None:
+    run_ranks(_read_a_tensor_that_only_some_ranks_hold, 2)
+
+
+def _read_other_kinds() -> None:
+    treat_dtensors_as_whole()
+    mesh = init_device_mesh("cpu", (2,))
+    values = distribute_tensor(make_values(bad=False), mesh, [Shard(0)]).requires_grad_()
+    assert values.sum().item() == pytest.approx(make_values(bad=False).sum().item())  # also of what has a gradient
+    with pytest.raises(RuntimeError, match="requires grad"):
+        values.numpy()
+    assert "placements" in f"{values.detach()}"  # as in a debugger, without the other ranks
+    assert torch.equal(get_whole(values.detach()), make_values(bad=False))
+    detached = values.detach()
+    with torch.inference_mode():
+        assert detached.max().item() == make_values(bad=False).max().item()
+    meta = distribute_tensor(torch.empty(4, 2, device="meta"), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(RuntimeError, match="meta"):
+        meta.sum().item()
+
+
+def test_gradients_inference_mode_and_the_meta_device_are_as_for_plain_tensors() -> None:
+    run_ranks(_read_other_kinds, 2)
