@@ -111,7 +111,7 @@ def train(
     [
         ("fsdp2", 2, {}),
         ("ddp", 2, {}),
-        pytest.param("megatron_fsdp", 2, {}, marks=pytest.mark.slow),
+        pytest.param("megatron_fsdp", 2, {"config": {"zero_dp_strategy": 2}}, marks=pytest.mark.slow),
         pytest.param("fsdp2", 4, {"tp_size": 2, "config": TP_PLAN}, marks=pytest.mark.slow),
         pytest.param("fsdp2", 4, {"dp_replicate_size": 2}, marks=pytest.mark.slow),
     ],
