@@ -293,7 +293,7 @@ def test_ranks_of_one_replica_drop_the_same_activations_behind_a_checkpoint_of_a
     saved_on = (
         "{'dp_replicate': 1, 'dp_shard': 2, 'context_parallel': 1, 'tensor_parallel': 1}" if says_mesh else "unknown"
     )
-    assert f"random states of 2 ranks (mesh {saved_on})" in first["dropped"][0]
+    assert f"random states of 2 data parallel ranks (mesh {saved_on})" in first["dropped"][0]
     numbers = first_on_same_mesh["numbers"], second_on_same_mesh["numbers"]
     assert numbers[0] != numbers[1], "the states of the ranks come back on the same mesh"
     assert first_on_same_mesh["dropped"] == []

@@ -149,7 +149,7 @@ class Tokens(pl.LightningDataModule):
 
 
 @pytest.mark.guarantees("next-sample")
-@pytest.mark.filterwarnings("ignore:The checkpoint holds the random states of 1 ranks")
+@pytest.mark.filterwarnings("ignore:The checkpoint holds the random states of 1 data parallel ranks")
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 2), (1, 1), (1, 2)])
 def test_a_resume_with_another_batch_size_or_world_trains_on_all_that_was_left(
     world_size: int, batch_size: int, tmp_path: Path
