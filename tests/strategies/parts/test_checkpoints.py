@@ -708,7 +708,7 @@ def test_validations_come_as_if_the_run_had_always_had_this_number_of_ranks(tmp_
     def resume() -> list[int]:
         trainer = make_trainer(devices=1, max_steps=SAMPLES - 4, **options)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The checkpoint holds the random states of 2 ranks")
+            warnings.filterwarnings("ignore", "The checkpoint holds the random states of 2 data parallel ranks")
             trainer.fit(module := ValidatedReader(), GlobalLoader(), make_loader(), ckpt_path=path)
         return module.validations
 
