@@ -9,6 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
+"""Names under which models and layers take a cache of keys, values or states. transformers 5.24 renamed all of them to
+``cache``; its models accept the earlier names until 5.40."""
+
+
+def is_cache(value: Any) -> bool:
+    """Return whether ``value`` is a cache of transformers.
+
+    The name of an argument does not tell: in other modules, ``cache`` may be anything, such as a table of angles.
+    """
+    return hasattr(value, "get_seq_length")
+
 
 @contextmanager
 def assume_unpacked_sequences() -> Iterator[None]:

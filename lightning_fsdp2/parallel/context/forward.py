@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fsdp2.compat.torch import all_reduce_tensor, is_module_compiled
-from lightning_fsdp2.compat.transformers import assume_unpacked_sequences, get_optional_own_loss, set_own_loss
+from lightning_fsdp2.compat.transformers import (
+    CACHE_NAMES,
+    assume_unpacked_sequences,
+    get_optional_own_loss,
+    set_own_loss,
+)
 from lightning_fsdp2.labels import IGNORE_INDEX, shift_left
 from lightning_fsdp2.modules.structure import get_class_name, get_layer_lists
 from lightning_fsdp2.parallel.context.attention import (
@@ -27,7 +32,7 @@ from lightning_fsdp2.ranks.collectives import gather_for_ranks
 from lightning_fsdp2.ranks.layer_random import LayerRandom, draws_random_numbers
 
 _REFUSED = {
-    "past_key_values": "which hold keys of tokens before this sequence (a prefix)",
+    **dict.fromkeys(CACHE_NAMES, "which holds keys of tokens before this sequence (a prefix)"),
     "use_cache": "but a rank cannot build a cache from only its own positions (`generate` works)",
     "output_attentions": "but the attention scores of the whole sequence are never computed",
     "start_positions": "which are positions in the whole sequence",
@@ -397,4 +402,4 @@ def _is_generating(given: dict[str, Any]) -> bool:
 
     A sequence to which tokens are added one by one cannot be split, so every rank then computes all tokens.
     """
-    return not torch.is_grad_enabled() and "past_key_values" in given
+    return not torch.is_grad_enabled() and any(name in given for name in CACHE_NAMES)

@@ -71,7 +71,8 @@ def apply_activation_checkpointing(
         if any(vars(module).get("gradient_checkpointing") for module in hf_model.modules()):
             raise ValueError(
                 f"activation_checkpointing={mode!r}: {type(hf_model).__name__} already checkpoints its layers itself,"
-                " so each layer would be computed three times; leave `gradient_checkpointing_enable()` out."
+                " so each layer would be computed three times; leave `gradient_checkpointing_enable()`, or"
+                " `activation_checkpointing_enable()`, out."
             )
     selections: dict[Any, Selection] = {}
     for layer in _get_layers(structure, mode, scope):
@@ -120,8 +121,8 @@ class _Checkpoint:
             return forward(*args, **kwargs)
         if any(map(is_filled, self.caches.find(args, kwargs))):
             raise ValueError(
-                "activation_checkpointing with a filled cache (`past_key_values`, prefix tuning): recomputed layers"
-                " would append their keys and values twice. Use activation_checkpointing=False."
+                "activation_checkpointing with a filled cache (`past_key_values` or `cache`, prefix tuning): recomputed"
+                " layers would append their keys and values twice. Use activation_checkpointing=False."
             )
         args, kwargs = self.caches.drop(args, kwargs)  # drop caches, because the recomputation would fill them again
         if self.is_selective:

@@ -159,7 +159,7 @@ class _CompiledLayer:
             # run without torch.compile: each layer fills its own entry of the cache, so layers could not share a graph
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 if torch.is_grad_enabled():
-                    self.report.warn(self.layer, "a filled cache, `past_key_values`")
+                    self.report.warn(self.layer, "a filled cache, `past_key_values` or `cache`")
                 with torch.compiler.set_stance("force_eager"):
                     return call(*args, **kwargs)
             args, kwargs = self.caches.drop(args, kwargs)

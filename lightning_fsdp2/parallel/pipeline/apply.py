@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp2.compat.transformers import install_output_hooks
+from lightning_fsdp2.compat.transformers import CACHE_NAMES, install_output_hooks
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.modules.stages import set_pipeline_ranks
 from lightning_fsdp2.modules.structure import find_hf_models, get_class_name, get_entrances, is_lightning_module
@@ -106,7 +106,7 @@ def _run_model(run: PipelineRun, forward: Callable[..., Any], /, *args: Any, **k
     model: Any = run.split.model
     config = model.config.get_text_config()
     asked = [name for name in _RECORDS if kwargs.get(name, getattr(config, name, False))]
-    asked += [name for name in ("past_key_values",) if kwargs.get(name) is not None]
+    asked += [name for name in CACHE_NAMES if kwargs.get(name) is not None]
     asked += [name for name in ("use_cache",) if kwargs.get(name)]
     if asked:
         value = kwargs.get(asked[0], True)

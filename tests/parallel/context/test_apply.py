@@ -433,6 +433,7 @@ def test_arguments_that_cannot_be_sharded_are_refused() -> None:
             ({**batch, "pixel_values": torch.ones(2, 3, 4, 4)}, "outside the model, and pass inputs_embeds"),
             ({**batch, "spans": torch.ones(2, 3)}, "context_parallel_inputs={'spans'"),
             ({**batch, "past_key_values": DynamicCache()}, "was given past_key_values"),
+            ({**batch, "cache": DynamicCache()}, "was given cache, which holds keys of tokens"),
             ({**batch, "output_attentions": True}, "was given output_attentions"),
             ({**batch, "cu_seq_lens_q": torch.tensor([0, 16])}, "without position_ids, but"),
             ({**batch, "logits_to_keep": 1}, "logits_to_keep"),

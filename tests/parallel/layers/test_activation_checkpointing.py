@@ -18,12 +18,13 @@ from helpers.tensor_parallel import get_gradients, make_mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers import activation_checkpointing
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
+from lightning_fsdp2.parallel.layers.caches import CacheArguments
 from lightning_fsdp2.parallel.tensor.apply import apply_tensor_parallel
 
 MODES: tuple[Any, ...] = (True, "full", "selective")
@@ -390,6 +391,50 @@ def test_states_of_a_recurrent_model_are_not_filled_twice_in_evaluation_mode(mod
     model = copy.deepcopy(plain)
     apply_activation_checkpointing(find_structure(model), mode)
     assert_equal_gradients(train(model), train(plain))
+
+
+def test_an_argument_named_as_a_cache_that_is_none_reaches_the_layer() -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor, cache: Tensor, cache_params: Any = None) -> Tensor:
+            assert isinstance(cache_params, dict)
+            return super().forward(x) * cache
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(8, 8) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, torch.full((8,), 3.0), cache_params={"decay": 0.5})
+            return x
+
+    plain = Model()
+    model = copy.deepcopy(plain)
+    apply_activation_checkpointing(find_structure(model), "full")
+    for each in (plain, model):
+        each(torch.ones(2, 8)).sum().backward()
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
+
+
+class EarlierLayer(nn.Module):
+    def forward(self, x: Tensor, past_key_values: Any = None, table: Any = None) -> Tensor:
+        return x
+
+
+class LaterLayer(nn.Module):
+    def forward(self, x: Tensor, cache: Any = None, table: Any = None) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(("layer", "name"), [(EarlierLayer(), "past_key_values"), (LaterLayer(), "cache")])
+def test_caches_are_found_under_their_earlier_and_their_later_name(layer: nn.Module, name: str) -> None:
+    """Layers of models from elsewhere keep the names of the transformers that they were written for."""
+    caches, cache, table = CacheArguments(layer), DynamicCache(), torch.ones(2)
+    assert caches.find((1, cache), {"table": table}) == caches.find((1,), {name: cache, "table": table}) == [cache]
+    assert caches.drop((1, cache), {"table": table}) == ((1, None), {"table": table})
+    assert caches.drop((1,), {name: cache}) == ((1,), {name: None})
 
 
 def test_keys_and_values_from_before_are_refused() -> None:

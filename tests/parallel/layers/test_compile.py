@@ -161,7 +161,7 @@ def test_generate_goes_on_from_a_cache_as_without_compilation() -> None:
         with patch("lightning_fsdp2.parallel.layers.compile.logger.warning") as warn:
             torch.testing.assert_close(compiled(ids[:, 4:], past_key_values=cache).logits, expected)
         (call,) = warn.call_args_list
-        assert call.args[1:] == ("LlamaDecoderLayer", "a filled cache, `past_key_values`")
+        assert call.args[1:] == ("LlamaDecoderLayer", "a filled cache, `past_key_values` or `cache`")
 
     run_ranks(run, 1)
 

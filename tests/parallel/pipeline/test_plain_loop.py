@@ -10,6 +10,7 @@ from helpers.oracle import EPSILON, LEARNING_RATE, assert_equal_gradients, whole
 from helpers.pipelines import CONFIGS, merge_stages
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, clip_grad_norm_, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.mesh import get_mesh
@@ -185,6 +186,26 @@ def test_micro_batches_that_do_not_divide_the_rows_get_an_error() -> None:
         model = FSDP2Manager(config, mesh).parallelize(make_causal_lm(CONFIGS["llama"]))
         with pytest.raises(ValueError, match="pp_microbatches=3 does not divide the 4 rows"):
             train_on_stages(model, lambda part: compute_loss(model, part), make_token_batches(1, size=4)[0])
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.guarantees("refused-pipelines")
+def test_results_and_caches_of_all_layers_are_refused() -> None:
+    def run() -> None:
+        config = FSDP2Config()
+        mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
+        model = FSDP2Manager(config, mesh).parallelize(make_causal_lm(CONFIGS["llama"]))
+        batch = make_token_batches(1, size=4)[0]
+        for asked in (
+            {"past_key_values": DynamicCache()},
+            {"cache": DynamicCache()},
+            {"cache_params": DynamicCache()},
+            {"use_cache": True},
+            {"output_hidden_states": True},
+        ):
+            with pytest.raises(ValueError, match=rf"pp_size=2: .* was called with {next(iter(asked))}="):
+                model(input_ids=batch["input_ids"], **asked)
 
     run_ranks(run, 2)
 
