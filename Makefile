@@ -1,13 +1,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # further arguments of `make quickstart`, `make test` and others, e.g. ARGS="--trainer.max_steps 5"
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-changed test-all matrices parity parity-oldest compatibility test-cuda-build docs lint clean
+.PHONY: help venv quickstart test test-changed test-all matrices parity parity-oldest compatibility test-newest test-cuda-build docs lint clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 16
@@ -72,6 +72,25 @@ test-torch-%: venv ## Run what depends on torch most with another version of it,
 		tests/compat/test_attention_kernels.py tests/strategies/test_context_parallel.py \
 		tests/strategies/test_hybrid_sharding.py tests/strategies/test_conformance.py tests/strategies/test_ddp.py \
 		tests/strategies/test_megatron_fsdp.py tests/managers $(ARGS)
+
+# what depends on transformers most; the self-check in tests/compat names what a version has moved
+OF_TRANSFORMERS := tests/compat tests/parallel tests/models tests/weights tests/export tests/modules
+
+# for example `make test-transformers-5.17.0`; an older transformers wants an older huggingface_hub
+test-transformers-%: venv ## Run what depends on transformers most with another version of it, in .venv-transformers-VERSION
+	test -x .venv-transformers-$*/bin/python || $(BIN)/python -m venv --without-pip .venv-transformers-$*
+	grep -v -e '^transformers==' -e '^huggingface_hub==' constraints.txt > .venv-transformers-$*/constraints.txt
+	$(BIN)/python -m pip --python .venv-transformers-$*/bin/python install -e '.[dev]' transformers==$* \
+		-c .venv-transformers-$*/constraints.txt
+	.venv-transformers-$*/bin/python -m pytest -m "not slow and not release" $(OF_TRANSFORMERS) $(ARGS)
+
+# without constraints; --no-deps then takes a transformers beyond the upper end of pyproject.toml
+test-newest: venv ## Run the self-check and what depends on other packages most with the newest of everything, in .venv-newest
+	test -x .venv-newest/bin/python || $(BIN)/python -m venv --without-pip .venv-newest
+	$(BIN)/python -m pip --python .venv-newest/bin/python install --upgrade --upgrade-strategy eager -e '.[dev]'
+	$(BIN)/python -m pip --python .venv-newest/bin/python install --upgrade --no-deps transformers
+	.venv-newest/bin/python -m pytest tests/compat/test_transformers.py
+	.venv-newest/bin/python -m pytest -m "not slow and not release" $(OF_TRANSFORMERS) tests/strategies tests/data $(ARGS)
 
 # torch===VERSION leaves out builds for the CPU, whose versions end in +cpu; gigabytes from PyPI
 test-cuda-build: venv ## Run steps on fake CUDA tensors with the CUDA build of torch, in .venv-cuda; no GPU needed

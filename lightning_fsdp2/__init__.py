@@ -8,9 +8,11 @@ from lazy_loader import attach_stub
 
 from lightning_fsdp2._moved import keep_moved_paths
 from lightning_fsdp2._registry import register_with_lightning
+from lightning_fsdp2.compat.versions import warn_of_newer_transformers
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
 
 keep_moved_paths()
 register_with_lightning()
+warn_of_newer_transformers()

@@ -9,7 +9,7 @@ import torch
 
 from lightning_fsdp2._suggestions import suggest
 from lightning_fsdp2.compat.transformers import build_from_config, build_without_code, load_without_code
-from lightning_fsdp2.modules.structure import get_float32_buffers
+from lightning_fsdp2.modules.structure import get_float32_tensors
 from lightning_fsdp2.weights.pretrained import get_weight_files, load_pretrained, set_pretrained
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def build_pretrained_model(
 
     _check_not_quantized(config, folder)
     model = build_model(config, auto_class=auto_class, on_meta=True, **options)
-    for module, name, buffer in list(get_float32_buffers(model, model.dtype)):
-        module._buffers[name] = buffer.float()
+    for _, _, tensor in get_float32_tensors(model, model.dtype):
+        tensor.data = tensor.data.float()
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     set_pretrained(model, folder, allow_missing=allow_missing)

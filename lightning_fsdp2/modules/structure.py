@@ -108,17 +108,25 @@ def is_hf_model(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
-def get_float32_buffers(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Find the buffers of a Hugging Face model that its class keeps in float32 when the weights have ``dtype``.
+def get_float32_tensors(model: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Find the parameters and buffers of a Hugging Face model that stay in float32 when its weights have ``dtype``.
+
+    The model's class names them, such as the weights of routers. If it names a parameter of a module, the other
+    parameters that the module holds directly stay in float32 too, because FSDP2 needs one dtype for all of them.
 
     Yields:
-        The module that holds the buffer, the buffer's name in this module, and the buffer.
+        The module that holds the tensor, the tensor's name in this module, and the tensor.
     """
     patterns = [pattern.replace("*", ".*") for pattern in get_dtype_exceptions(model, dtype)]
-    for path, buffer in model.named_buffers():
-        if buffer.is_floating_point() and any(re.search(pattern, path) for pattern in patterns):
-            owner, _, name = path.rpartition(".")
-            yield model.get_submodule(owner), name, buffer
+    for path, module in model.named_modules() if patterns else ():
+        prefix = f"{path}." if path else ""
+        for tensors in (module._parameters, module._buffers):
+            given = {
+                name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_floating_point()
+            }
+            named = {name for name in given if any(re.search(pattern, prefix + name) for pattern in patterns)}
+            chosen = given if named and tensors is module._parameters else named
+            yield from ((module, name, given[name]) for name in chosen)
 
 
 def is_lightning_module(module: nn.Module) -> bool:

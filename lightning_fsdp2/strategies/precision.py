@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_fsdp2.config import DDPConfig, MegatronFSDPConfig
 from lightning_fsdp2.modules.stages import PipelineRanks
-from lightning_fsdp2.modules.structure import get_float32_buffers, get_hf_models
+from lightning_fsdp2.modules.structure import get_float32_tensors, get_hf_models
 from lightning_fsdp2.parallel.data.gradients import clip_grad_value_, clip_to_norm
 
 ConfigT = TypeVar("ConfigT", DDPConfig, MegatronFSDPConfig)
@@ -85,10 +85,13 @@ class ShardedPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         if self._half is None:
             return module
-        constants = list(_get_hf_constants(module))
+        kept = [(owner, name, tensor.data) for owner, name, tensor in _get_float32_tensors(module)]
         module = self._half.convert_module(module)
-        for owner, name, buffer in constants:
-            owner._buffers[name] = buffer
+        for owner, name, value in kept:
+            if name in owner._buffers:
+                owner._buffers[name] = value
+            else:
+                owner._parameters[name].data = value.float()
         return module
 
     @override
@@ -172,15 +175,15 @@ def check_optimization(trainer: Trainer) -> None:
         raise ValueError(f"Trainer(gradient_clip_val={bound!r}) must be at least 0; leave it out for no clipping.")
 
 
-def _get_hf_constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the buffers of Hugging Face models that must stay in float32, as (module, name, buffer).
+def _get_float32_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the tensors of Hugging Face models that must stay in float32, as (module, name, tensor).
 
     Non-persistent buffers stay in float32, since rounding errors in rotary frequencies, for example, grow with the
-    position in the sequence. Buffers that the model's authors keep in float32, such as the bias of a router, stay in
-    float32 too.
+    position in the sequence. Parameters and buffers that the model's authors keep in float32, such as the weight and
+    the bias of a router, stay in float32 too.
     """
     for model in get_hf_models(module):
-        yield from get_float32_buffers(model, torch.bfloat16)
+        yield from get_float32_tensors(model, torch.bfloat16)
         for owner in model.modules():
             for name in owner._non_persistent_buffers_set:
                 if owner._buffers[name] is not None:

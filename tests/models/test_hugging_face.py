@@ -122,7 +122,7 @@ def test_files_of_another_architecture_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h"])
-def test_buffers_that_a_family_keeps_in_float32_stay_so(family: str, tmp_path: Path) -> None:
+def test_tensors_that_a_family_keeps_in_float32_stay_so(family: str, tmp_path: Path) -> None:
     model = make_family_model(family)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

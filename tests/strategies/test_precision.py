@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
+from helpers.families import make_family_model
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
@@ -25,9 +26,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
-from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Strategy
+from lightning_fsdp2 import DDPStrategy, FSDP2Config, FSDP2Manager, FSDP2Strategy, create_device_mesh
 from lightning_fsdp2.cli import FSDP2CLI
+from lightning_fsdp2.models import from_pretrained
 from lightning_fsdp2.strategies.precision import ShardedPrecision, check_optimization, get_mp_policy
 
 WIDTH = 16
@@ -462,3 +465,44 @@ def test_the_command_line_refuses_16_mixed_which_lightning_would_replace_on_a_cp
     message = capsys.readouterr().err
     assert "error: trainer.precision='16-mixed' is not supported by this strategy" in message
     assert 'use precision="bf16-mixed"' in message
+
+
+@pytest.mark.guarantees("float32-of-a-family")
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v3", "inkling_text"])
+def test_weights_that_a_family_keeps_in_float32_compute_in_it(family: str, tmp_path: Path) -> None:
+    """Routers and others; the same weights in the same dtypes as in transformers, and gradients as in one process."""
+    torch.manual_seed(0)
+    make_family_model(family).save_pretrained(tmp_path)
+    policy = get_mp_policy("bf16-true", None)
+    batch = make_token_batches(1, ragged=False)[0]
+
+    def run() -> None:
+        alone = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).train()
+        kept = {name for name, parameter in alone.named_parameters() if parameter.dtype is FP32}
+        model: Any = ShardedPrecision("bf16-true").convert_module(from_pretrained(tmp_path, dtype=BF16))
+        config = FSDP2Config(mp_policy=policy)
+        FSDP2Manager(config, create_device_mesh(config, device_type="cpu")).parallelize(model)
+        used: dict[str, Tensor] = {}
+        for name in kept:
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner).register_forward_hook(
+                lambda module, *_, name=name, attribute=attribute: used.update(
+                    {name: getattr(module, attribute).detach().clone()}
+                )
+            )
+        losses = [each(**batch, use_cache=False).loss for each in (model, alone)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses, rtol=0.01, atol=0)
+        expected = dict(alone.named_parameters())
+        assert used.keys() <= kept  # wrappers of convolutions read their weights without calling them
+        assert used
+        for name, weight in used.items():
+            torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=0, msg=name)
+        gradients = {n: p.grad for n, p in model.named_parameters() if n in kept and p.grad is not None}
+        for name, gradient in whole(gradients).items():
+            reference = expected[name].grad
+            assert gradient.dtype is FP32
+            assert (gradient - reference).norm() <= 0.05 * reference.norm() + 1e-6, name
+
+    run_ranks(run, 2)

@@ -268,6 +268,8 @@ def _shard_unit(
         mp_policy = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
     elif not unit.casts_output:
         mp_policy = replace(mp_policy, output_dtype=None)
+    if unit.keeps_dtype:
+        mp_policy = replace(mp_policy, param_dtype=None, cast_forward_inputs=False)
     if unit.is_experts:
         # do not cast the inputs: the layer around the experts has already cast the hidden states, and the routing
         # weights keep the router's dtype

@@ -20,6 +20,7 @@ from lightning_fsdp2.modules.experts import get_optional_expert_mesh, get_shared
 from lightning_fsdp2.modules.structure import (
     ModelParts,
     ModelStructure,
+    get_float32_tensors,
     get_layer_lists,
     get_modules,
     get_parameter_names,
@@ -53,6 +54,12 @@ class Unit:
 
     is_container: bool = False
     """Whether this unit is the LightningModule itself, which computes in its own dtype and does not cast the batch."""
+
+    keeps_dtype: bool = False
+    """Whether the unit computes in the dtype of its weights, and not in ``MixedPrecisionPolicy.param_dtype``.
+
+    This is so for weights that a Hugging Face class keeps in float32 while other weights are in bfloat16.
+    """
 
     unshard_in_backward: bool = True
     """Whether backward gathers the weights. False for an untied embedding, whose gradient does not need them."""
@@ -133,7 +140,7 @@ def build_unit_plan(
         _extend_chain(chains, parts.module, embedding, head)
     units.extend(_build_child_units(structure, taken, owners, reshard_after_forward))
     units.append(_build_root_unit(model))
-    units = _set_mesh(_split_by_dtype(model, units), mesh)
+    units = _set_mesh(_split_by_dtype(structure, units), mesh)
     if mesh is not None and expert_mesh is not None:
         units = _add_expert_units(units, mesh, expert_mesh)
     return UnitPlan(units=units, chains=[chain for chain in chains if len(chain) > 1])
@@ -148,7 +155,7 @@ def build_layer_units(structure: ModelStructure, *, mesh: DeviceMesh) -> list[Un
     model, layer_lists = structure.root, structure.layer_lists
     _check_layers_own_their_parameters(model, layer_lists, get_parameter_owners(model))
     units = [unit for blocks in layer_lists for unit in _build_layer_units(blocks, None)]
-    return _set_mesh(_split_by_dtype(model, units), mesh)
+    return _set_mesh(_split_by_dtype(structure, units), mesh)
 
 
 def _set_mesh(units: list[Unit], mesh: DeviceMesh | None) -> list[Unit]:
@@ -306,25 +313,38 @@ def _extend_chain(chains: list[list[Unit]], model: nn.Module, embedding: Unit | 
         chains[own[0]] = [*before, *chains[own[0]], *after]
 
 
-def _split_by_dtype(model: nn.Module, units: list[Unit]) -> list[Unit]:
+def _split_by_dtype(structure: ModelStructure, units: list[Unit]) -> list[Unit]:
     """Give modules whose dtype is not that of their unit units of their own.
 
     torch requires that all trainable parameters of a unit have the same dtype.
 
     Experts under expert parallelism are left out, because they have their own units in any case.
     """
-    names = get_parameter_names(model)
-    claimed = {module for module in get_modules(model) if get_optional_expert_mesh(module) is not None}
-    _group_by_dtype(claimed, names)  # raises an error if the experts of a layer have several dtypes
+    model = structure.root
+    names, kept = get_parameter_names(model), _get_kept_owners(structure)
+    experts = {module for module in get_modules(model) if get_optional_expert_mesh(module) is not None}
+    _group_by_dtype(experts, names, kept)  # raises an error if the experts of a layer have several dtypes
     result: list[Unit] = []
-    for unit in units:
-        modules = [module for top in unit.modules for module in get_modules(top) if module not in claimed]
-        claimed.update(modules)
-        by_dtype = _group_by_dtype(modules, names)
+    for unit, modules in _assign_modules(units, experts):
+        by_dtype = _group_by_dtype(modules, names, kept)
         if len(by_dtype) > 1:
             result.extend(_take_out_other_dtypes(unit, by_dtype, names))
         result.append(unit)
+    for unit, modules in _assign_modules(result, experts):
+        unit.keeps_dtype = not kept.isdisjoint(modules)
     return result
+
+
+def _assign_modules(units: list[Unit], others: set[nn.Module]) -> Iterator[tuple[Unit, list[nn.Module]]]:
+    """Yield each unit with the modules whose parameters it gathers. The units are in order, inner ones first.
+
+    ``others`` have units elsewhere.
+    """
+    claimed = set(others)
+    for unit in units:
+        modules = [module for top in unit.modules for module in get_modules(top) if module not in claimed]
+        claimed.update(modules)
+        yield unit, modules
 
 
 def _take_out_other_dtypes(
@@ -333,7 +353,8 @@ def _take_out_other_dtypes(
     """Return units for the modules whose dtype is not that of the module around them, inner units first.
 
     ``fully_shard`` gives a module's unit all parameters below the module that have no unit yet. So the modules below a
-    module of another dtype need units too.
+    module of another dtype need units too. Of modules that hold parameters of one dtype alone, the outermost has the
+    unit, because it may read the weights of a module inside it without calling it, as wrappers of convolutions do.
 
     Raises:
         ValueError: If a module without a forward has parameters of another dtype than the module around it.
@@ -345,9 +366,15 @@ def _take_out_other_dtypes(
     units: list[Unit] = []
     seen: set[nn.Module] = set()
 
+    def get_dtype(module: nn.Module, around: torch.dtype) -> torch.dtype:
+        if module in own or not has_forward(module):
+            return own.get(module, around)
+        inside = {own[inner] for inner in get_modules(module) if inner in own}
+        return inside.pop() if len(inside) == 1 else around
+
     def visit(module: nn.Module, around: torch.dtype) -> None:
         seen.add(module)
-        dtype = own.get(module, around)
+        dtype = get_dtype(module, around)
         for child in module.children():
             if child not in seen:
                 visit(child, dtype)
@@ -363,14 +390,28 @@ def _take_out_other_dtypes(
 
     for top in unit.modules:
         visit(top, main)
-    unit.modules = [top for top in unit.modules if own.get(top, main) == main]
+    unit.modules = [top for top in unit.modules if get_dtype(top, main) == main]
     return units
 
 
-def _group_by_dtype(modules: Iterable[nn.Module], names: dict[nn.Parameter, str]) -> dict[torch.dtype, list[nn.Module]]:
+def _get_kept_owners(structure: ModelStructure) -> set[nn.Module]:
+    """Return the modules whose parameters a Hugging Face class keeps in float32, if other weights are in bfloat16."""
+    return {
+        module
+        for hf_model in structure.hf_models
+        if any(parameter.dtype is torch.bfloat16 for parameter in hf_model.parameters())
+        for module, name, tensor in get_float32_tensors(hf_model, torch.bfloat16)
+        if name in module._parameters and tensor.dtype is torch.float32
+    }
+
+
+def _group_by_dtype(
+    modules: Iterable[nn.Module], names: dict[nn.Parameter, str], kept: set[nn.Module]
+) -> dict[torch.dtype, list[nn.Module]]:
+    """Group modules by the dtype of their own trainable parameters, and those in ``kept`` also if they are frozen."""
     groups: dict[torch.dtype, list[nn.Module]] = {}
     for module in modules:
-        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad or module in kept]
         dtypes = {p.dtype for p in trainable}
         if len(dtypes) > 1:
             raise ValueError(

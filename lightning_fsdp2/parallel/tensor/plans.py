@@ -187,10 +187,10 @@ def _choose(parts: ModelParts, config: Any, *, own_only: bool) -> Mapping[str, "
         if family in FAMILIES:
             return _add_prefix(parts, FAMILIES[family](config))
     own = dict(getattr(model, "tp_plan", None) or {})
-    names = {name for name, module in model.named_modules() if module is parts.head}
-    # Ignore the entry for the output head, which transformers gives to every class with a head. A plan with only this
-    # entry would shard no layers.
-    if not set(own) - names:
+    ends = {name for name, module in model.named_modules() if module is parts.embedding or module is parts.head}
+    # Ignore the entries for the embedding and the output head, which transformers also gives to models whose layers
+    # have no plan. A plan with only these entries would shard no layers.
+    if not set(own) - ends:
         draft = draft_plan(model)
         example = draft or {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
         source = ", a draft from the shapes of its layers" if draft else ""

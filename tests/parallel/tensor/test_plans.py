@@ -245,7 +245,7 @@ def test_without_any_plan_the_error_says_what_to_write() -> None:
         xglm = AutoModelForCausalLM.from_config(
             make_config({"model_type": "xglm", "vocab_size": 11, "d_model": 8, "num_layers": 1, "attention_heads": 2})
         )
-    # of GPT-OSS transformers shards a head alone, which is no plan
+    # of GPT-OSS transformers shards the head alone, and since 5.24 the embedding too, which is no plan
     for model, option in ((xglm, None), (make_on_meta(GPT2), "hf"), (make_family_on_meta("gpt_oss"), "hf")):
         with pytest.raises(NoPlanError) as raised:
             get_plan(find_parts(model), option)
