@@ -1,6 +1,7 @@
 """A sample of `make parity`'s models that see images: gradients over micro-batches are those of one process."""
 
 import pytest
+from helpers.families import keep_known
 from helpers.ranks import raises_on_all_ranks
 from helpers.vision import get_family
 from helpers.vision_families import FAMILIES, NOT_BUILT
@@ -14,7 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
     [
         ("chameleon", "dp2"),  # modules without a forward in a list
         pytest.param("internvl", "tp2", marks=pytest.mark.slow),
-        ("cosmos3_edge", "tp2"),  # a table of positions whose weights the module around it reads
+        *(
+            (family, "tp2") for family in keep_known("cosmos3_edge")
+        ),  # a table of positions whose weights the module around it reads
         ("dots3_note", "tp2+sp"),  # a tower with a plan, which hands on patches without a batch
         ("qwen2_vl", "tp2+sp"),
         # a plan of ours, beside a tower with layers of the same name
@@ -30,7 +33,7 @@ def test_gradients_are_those_of_one_process(family: str, layout: str) -> None:
 
 
 @pytest.mark.guarantees("sequence-parallel-images")
-@pytest.mark.parametrize("family", ["granite4_vision", "qwen3_vl"])
+@pytest.mark.parametrize("family", keep_known("granite4_vision", "qwen3_vl"))
 def test_images_between_the_layers_refuse_sequence_parallelism(family: str) -> None:
     with raises_on_all_ranks(ValueError, match="features of its images"):
         measure_vision_parity(family, "tp2+sp")

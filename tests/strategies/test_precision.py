@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from helpers.families import make_family_model
+from helpers.families import keep_known, make_family_model
 from helpers.models import LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
@@ -468,7 +468,7 @@ def test_the_command_line_refuses_16_mixed_which_lightning_would_replace_on_a_cp
 
 
 @pytest.mark.guarantees("float32-of-a-family")
-@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v3", "inkling_text"])
+@pytest.mark.parametrize("family", keep_known("ernie4_5_moe", "deepseek_v3", "inkling_text"))
 def test_weights_that_a_family_keeps_in_float32_compute_in_it(family: str, tmp_path: Path) -> None:
     """Routers and others; the same weights in the same dtypes as in transformers, and gradients as in one process."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cover import Matrix
-from helpers.families import get_all_families, make_family_config
+from helpers.families import get_all_families, keep_known, make_family_config
 from helpers.memory import get_peak_memory, reset_peak_memory
 from helpers.models import LLAMA
 from helpers.oracle import make_config
@@ -36,7 +36,7 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 }
 """Ranks, and sizes."""
 
-FAST = (
+FAST = keep_known(
     "olmo_hybrid-dp2",  # concatenated along the sharded dim
     "qwen3_moe-dp3",  # no expert on the last rank
     "hrm_text-tp2",  # split

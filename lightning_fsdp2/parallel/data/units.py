@@ -5,7 +5,7 @@ communicated in one all-gather, and its gradients in one reduce-scatter.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
