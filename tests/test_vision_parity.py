@@ -15,9 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
     [
         ("chameleon", "dp2"),  # modules without a forward in a list
         pytest.param("internvl", "tp2", marks=pytest.mark.slow),
-        *(
-            (family, "tp2") for family in keep_known("cosmos3_edge")
-        ),  # a table of positions whose weights the module around it reads
+        *((family, "tp2") for family in keep_known("cosmos3_edge")),  # its weights are read from around it
         ("dots3_note", "tp2+sp"),  # a tower with a plan, which hands on patches without a batch
         ("qwen2_vl", "tp2+sp"),
         # a plan of ours, beside a tower with layers of the same name
