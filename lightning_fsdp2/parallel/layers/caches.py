@@ -24,7 +24,7 @@ class CacheArguments:
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the caches among the given arguments."""
-        values = [*enumerate(args), *kwargs.items()]
+        values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         return [value for place, value in values if self._is_cache(place, value)]
 
     def drop(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
