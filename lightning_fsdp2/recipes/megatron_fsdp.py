@@ -12,7 +12,7 @@ from lightning_fsdp2.mesh_axes import check_no_expert_parallel, check_no_pipelin
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
-from lightning_fsdp2.parallel.data.units import check_no_hooks, check_shardable
+from lightning_fsdp2.parallel.data.checks import check_no_hooks, check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.megatron.driver import take_over_optimizer

@@ -79,40 +79,6 @@ def test_parameters_tied_across_blocks_are_refused_with_their_names() -> None:
         build_unit_plan(find_structure(model))
 
 
-def test_a_scalar_parameter_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"0\.temperature.*torch\.ones\(1\)"):
-        build_unit_plan(find_structure(model))
-
-
-def test_a_parameter_without_elements_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].prompts = nn.Parameter(torch.empty(0, 4))
-    with pytest.raises(ValueError, match=r"parameters without elements, such as 0\.prompts"):
-        build_unit_plan(find_structure(model))
-
-
-def test_parameters_that_share_memory_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    flat = torch.randn(32)  # as in recurrent modules on CUDA: one storage, but no shared elements
-    for layer, part in zip(model, flat.split(16), strict=False):
-        layer.weight = nn.Parameter(part.view(4, 4))
-    build_unit_plan(find_structure(model))
-    for view in (model[0].weight.t(), model[0].weight[3:]):
-        model[2].weight = nn.Parameter(view)
-        with pytest.raises(ValueError, match=r"0\.weight and 2\.weight share memory"):
-            build_unit_plan(find_structure(model))
-
-
-def test_sparse_gradients_are_refused_and_frozen_tables_have_none() -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="embeddings 0 are sparse"):
-        build_unit_plan(find_structure(model))
-    model[0].requires_grad_(False)
-    build_unit_plan(find_structure(model))
-
-
 def test_a_container_without_a_forward_is_refused_before_anything_is_sharded() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match=r"A Module(List|Dict) has no forward"):

@@ -1,0 +1,84 @@
+"""Checks of the parameters that a strategy is to shard."""
+
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fsdp2.compat.autograd import has_gradient_hooks
+from lightning_fsdp2.compat.torch import get_storage_id
+from lightning_fsdp2.modules.structure import get_parameter_names, get_parameter_owners
+
+
+def check_shardable(model: nn.Module, sharder: str) -> None:
+    """Refuse parameters that cannot be sharded, and embeddings with sparse gradients.
+
+    A parameter cannot be sharded if it has no dimension, or if it shares memory with another parameter. FSDP2 cannot
+    shard parameters without elements either.
+
+    Args:
+        model: Model that is to be sharded.
+        sharder: "FSDP2" or "Megatron-FSDP".
+
+    Raises:
+        ValueError: If the model has such parameters or embeddings; the message names them and ``sharder``.
+    """
+    names = get_parameter_names(model)
+    if scalars := [names[parameter] for parameter in get_parameter_owners(model) if parameter.ndim == 0]:
+        raise ValueError(
+            f"{sharder} shards along dim 0, which the parameters {', '.join(scalars)} do not have; make each a 1-D"
+            " parameter of one element (`nn.Parameter(torch.ones(1))`), or a buffer if it is not trained."
+        )
+    empty = [names[parameter] for parameter in get_parameter_owners(model) if parameter.numel() == 0]
+    if empty and sharder == "FSDP2":
+        raise ValueError(
+            f"{sharder} cannot shard parameters without elements, such as {', '.join(empty)}; leave them out, or make"
+            " them buffers."
+        )
+    if pair := _find_optional_views(list(get_parameter_owners(model))):
+        first, second = (names[parameter] for parameter in pair)
+        raise ValueError(
+            f"The parameters {first} and {second} share memory, and would be trained as two separate weights, because"
+            f" {sharder} gives each its own shards; use one parameter in both places, and take its part or its"
+            " transpose in the forward."
+        )
+    embeddings = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    if sparse := [name for name, part in embeddings if part.sparse and part.weight.requires_grad]:
+        raise ValueError(
+            f"{sharder} reduces dense gradients, but the gradients of the embeddings {', '.join(sparse)} are sparse;"
+            " build them with sparse=False, or train under a strategy that does not shard."
+        )
+
+
+def _find_optional_views(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, nn.Parameter] | None:
+    """Return two parameters that share memory, if there are any."""
+    plain = [p for p in parameters if not isinstance(p, DTensor)]
+    ranges = sorted((get_storage_id(p), p.storage_offset() * p.itemsize, number) for number, p in enumerate(plain))
+    for (storage, start, number), (other_storage, other_start, other) in itertools.pairwise(ranges):
+        shape, strides = plain[number].shape, plain[number].stride()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if storage == other_storage and other_start < start + extent * plain[number].itemsize:
+            return plain[number], plain[other]
+    return None
+
+
+def check_no_hooks(model: nn.Module, *, remedy: str = "Change") -> None:
+    """Refuse parameters with hooks on their gradients.
+
+    Args:
+        model: Model that is to be sharded.
+        remedy: Beginning of the sentence about gradients that ends the message.
+
+    Raises:
+        ValueError: If the model has such parameters; the message names them.
+    """
+    names = get_parameter_names(model)
+    hooked = [names[parameter] for parameter in get_parameter_owners(model) if has_gradient_hooks(parameter)]
+    if hooked:
+        raise ValueError(
+            f"The parameters {', '.join(hooked)} have hooks (`register_hook`). These would be lost, because sharding"
+            f" replaces the parameters. {remedy} gradients in `on_before_optimizer_step`."
+        )
