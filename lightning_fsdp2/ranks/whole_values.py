@@ -11,6 +11,7 @@ alone would take part in another rank's next collective, or wait for ever.
 import inspect
 import math
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -61,6 +62,9 @@ def treat_dtensors_as_whole() -> None:
     set_method("numpy", _read_array)
     set_method("tolist", _read_list)
     set_method("__format__", _format)
+    for name in ("add", "sub", "mul", "truediv", "pow"):
+        set_method(f"__{name}__", _make_arithmetic(getattr(Tensor, f"__{name}__")))
+        set_method(f"__r{name}__", _make_arithmetic(getattr(Tensor, f"__r{name}__")))
 
 
 def get_whole(value: DTensor) -> Tensor:
@@ -146,6 +150,21 @@ def _read_list(self: DTensor) -> Any:
 def _format(self: DTensor, spec: str) -> str:
     # a number is formatted as that of a plain tensor; what is larger is shown as the DTensor that it is
     return Tensor.__format__(get_whole(self) if self.dim() == 0 else self, spec)
+
+
+def _make_arithmetic(compute: Callable[[Tensor, Any], Any]) -> Callable[[DTensor, Any], Any]:
+    """Return ``compute`` for a DTensor and another value, such as a penalty on weights and the loss of a batch.
+
+    DTensor adds the two, but then gives the loss of the batch a gradient that is a DTensor, which its layers refuse.
+    """
+
+    def compute_whole(self: DTensor, other: Any) -> Any:
+        is_plain = isinstance(other, Tensor) and not isinstance(other, DTensor)
+        if self.dim() == 0 and is_plain and other.requires_grad:
+            return compute(self.full_tensor(), other)
+        return compute(self, other)
+
+    return compute_whole
 
 
 def _check_all_ranks_read(value: DTensor) -> None:
