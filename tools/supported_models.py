@@ -41,7 +41,6 @@ lightning-fsdp2 describe --config run.yaml --world_size 8 --trainer.strategy.tp_
   Train it with FSDP2 alone, or [give your own plan](tensor_parallel.md#which-plan);
   [own_tp_plan.py](../examples/own_tp_plan.py) does so for a model that transformers does not have.
 * **Your family has "no".** The footnote says why.
-* **Your model has no SDPA attention**, such as Mamba. `CausalLM` needs `attn_implementation: eager` for it.
 * **Your model is an encoder, or an encoder-decoder.** [Vision, encoder and encoder-decoder models](multimodal.md) says
   what works.
 

@@ -19,12 +19,12 @@ from lightning_fsdp2.compat.lightning import (
     StepBoundary,
     die_of,
     get_optional_model_checkpoint,
-    get_slurm_checkpoint_path,
     give_signals_back,
     is_accumulating,
     save_last,
     take_signals,
 )
+from lightning_fsdp2.compat.lightning_slurm import get_slurm_checkpoint_path, is_array_task
 from lightning_fsdp2.ranks.failures import ExitOfAllRanks
 
 _BEFORE_SIGTERM = 128
@@ -53,7 +53,8 @@ class Preemption(Callback):
     (https://github.com/Lightning-AI/pytorch-lightning/issues/21487).
 
     With Lightning's ``SLURMEnvironment(auto_requeue=True)``, the environment's ``requeue_signal`` is handled too. After
-    this signal, rank 0 queues the job again, and the new job finds the checkpoint even if no ``ckpt_path`` is set.
+    this signal, rank 0 queues the job again, and the new job finds the checkpoint even if no ``ckpt_path`` is set. Each
+    task of a job array finds its own, in ``slurm_array_<job>/task_<task>`` of ``default_root_dir``.
 
     Args:
         signals: Names of the signals to handle besides SIGTERM. If the program has its own handler for one of these
@@ -214,10 +215,11 @@ def _link_for_slurm(trainer: Trainer, path: str) -> None:
     """Create a link to the last checkpoint, at the path from which a requeued SLURM job resumes.
 
     If a later checkpoint replaces the last checkpoint at the same path, the link points to the new one. In an object
-    store, no link is created. Instead, the checkpoint is saved a second time.
+    store, no link is created. Instead, the checkpoint is saved a second time. So it is in a task of a job array, because
+    the last checkpoint may be in a folder that all tasks write to.
     """
     place = get_slurm_checkpoint_path(trainer)
-    if is_local(get_path(path)) and is_local(get_path(place)):
+    if is_local(get_path(path)) and is_local(get_path(place)) and not is_array_task():
         cast(Any, trainer.strategy).checkpoint_io.link(path, place)
     else:
         trainer.save_checkpoint(place)

@@ -345,12 +345,6 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer, *, save_weights_only:
     return callback.last_model_path
 
 
-def get_slurm_checkpoint_path(trainer: Trainer) -> str:
-    """Return the path of the checkpoint from which Lightning on SLURM resumes if no ``ckpt_path`` is given."""
-    connector = cast(Any, trainer)._checkpoint_connector
-    return str(connector._hpc_resume_path or connector.hpc_save_path(trainer.default_root_dir))
-
-
 def is_last_epoch(trainer: Trainer) -> bool:
     """Return whether ``fit`` ends when the current epoch ends. The epoch may be complete or cut short.
 

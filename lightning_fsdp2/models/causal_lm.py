@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp2.callbacks.logging_steps import is_logging_step
 from lightning_fsdp2.checkpoint.stages import gather_over_stages
 from lightning_fsdp2.compat.torch import has_fused_optimizers, leave_unscaling_to_scaler
-from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences, get_attention
 from lightning_fsdp2.labels import IGNORE_INDEX, shift_left
 from lightning_fsdp2.models.hugging_face import (
     build_config,
@@ -79,7 +79,9 @@ class CausalLM(LightningModule):
             every optimizer step. None keeps the learning rate constant. If the schedule has a method ``fit_to_run``, as
             :class:`~lightning_fsdp2.schedulers.WarmupCosine` has, the method gets the run's number of steps.
         decay_norms_and_biases: Whether weight decay also applies to one-dimensional parameters (norms and biases).
-        attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``.
+        attn_implementation: transformers' attention function, such as ``"sdpa"`` or ``"eager"``. None for the one that
+            transformers chooses for the architecture: ``"sdpa"``, or ``"eager"`` for architectures without it, which is
+            then said once.
         loss: ``"full"`` to compute the logits of all positions at once; ``"chunked"`` to compute the logits of about a
             thousand positions at a time, and to recompute them in backward. Both give the same loss and gradients.
             Chunks cost one more matrix product with the head, but avoid the full logits, often the largest tensor of a
@@ -119,7 +121,7 @@ class CausalLM(LightningModule):
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1),
         lr_scheduler: LRSchedulerCallable | None = None,
         decay_norms_and_biases: bool = False,
-        attn_implementation: str = "sdpa",
+        attn_implementation: str | None = None,
         loss: LossMethod = "full",
         allow_missing: Sequence[str] = (),
         lora: dict[str, Any] | str | None = None,
@@ -203,6 +205,12 @@ class CausalLM(LightningModule):
                 check_base(self._lora_folder, self.lora_config, self.pretrained, folder)
             self.model = build_pretrained_model(
                 folder, self.hf_config, allow_missing=self.allow_missing, on_meta=on_meta, **options
+            )
+        attention = get_attention(self.model.config)
+        if self.attn_implementation is None and attention != "sdpa":
+            rank_zero_info(
+                f"{type(self.model).__name__} computes attention with {attention!r}, because transformers has no SDPA for"
+                " this architecture (attn_implementation)."
             )
         if self.lora_config is not None:
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)

@@ -243,7 +243,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         check_same_run(trainer, self.hosts, cast(Any, self.world.control_group))
         self.enter_mesh(get_device_mesh(self.sizes, self.root_device.type, self.world.timeout))
         self.checkpoints.connect(self.root_device)
-        self.resumption.begin_stage()
+        self.resumption.begin_stage(trainer)
         self.tracking.attach(trainer)
 
     def enter_mesh(self, mesh: DeviceMesh) -> None:

@@ -503,7 +503,32 @@ def test_an_array_without_checkpoints_is_queued_again(
             trainer.fit(Regressor(), make_loader(BATCHES))
 
     run_ranks(run, WORLD)
-    assert scontrol.read_text().split() == ["hpc_ckpt_1.ckpt", "requeue", "70_7"]
+    assert scontrol.read_text().split() == ["slurm_array_70", "requeue", "70_7"]
+    assert get_step(tmp_path / "run/slurm_array_70/task_7/hpc_ckpt_1.ckpt") == 3
+
+
+class NotesStart(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+
+
+def test_tasks_of_an_array_that_share_a_folder_go_on_from_their_own_checkpoints(
+    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning resumes from the newest ``hpc_ckpt`` of the folder, whichever task has saved it."""
+    folder = tmp_path / "run"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
+
+    def run() -> None:
+        first_steps: dict[str, list[int]] = {}
+        for task, signals in [("0", [Signal(name="SIGUSR1", step=1)]), ("1", [Signal(name="SIGUSR1", step=3)])] * 2:
+            os.environ["SLURM_ARRAY_TASK_ID"] = task
+            begin = NotesStart()
+            train(folder, begin, *([] if task in first_steps else signals), plugins=[Slurm()], ckpt_path=None)
+            first_steps.setdefault(task, []).append(begin.step)
+        assert first_steps == {"0": [0, 2], "1": [0, 4]}
+
+    run_ranks(run, WORLD)
 
 
 def test_a_job_that_cannot_be_queued_again_says_so(tmp_path: Path, scontrol: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from helpers import user_modules
 from helpers.collectives import CountsStep, StepCounter
 from helpers.cuda_on_cpu import cuda_on_cpu
+from helpers.families import make_family_config
 from helpers.mesh_runs import Case, MetricsLogger, check_parity
 from helpers.models import GPT2, LLAMA, VOCABULARY, make_causal_lm, make_token_batches
 from helpers.oracle import EPSILON, LEARNING_RATE, token_sum_loss, whole
@@ -489,6 +490,27 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert undecayed["weight_decay"] == 0.0
     assert all(names[id(p)].endswith("weight") and "ln_" not in names[id(p)] for p in decayed["params"])
     assert all(names[id(p)].endswith("bias") or "ln_" in names[id(p)] for p in undecayed["params"])
+
+
+NO_SDPA = ["gpt_oss", "gemma2"]
+
+
+@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), *((name, "eager") for name in NO_SDPA)])
+def test_attention_is_by_default_that_which_transformers_chooses_and_another_than_sdpa_is_said(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(causal_lm, "rank_zero_info", said.append)
+    module = CausalLM(config=make_family_config(name).to_dict())
+    module.configure_model()
+    assert module.model.config._attn_implementation == attention
+    expected = [] if attention == "sdpa" else ["'eager', because transformers has no SDPA"]
+    assert [part in text for part, text in zip(expected, said, strict=True)] == [True] * len(expected)
+    module.configure_model()
+    assert len(said) == len(expected)
+    if attention != "sdpa":
+        with pytest.raises(ValueError, match="does not support an attention implementation"):
+            CausalLM(config=make_family_config(name).to_dict(), attn_implementation="sdpa").configure_model()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lightning_fsdp2.compat.lightning import (
     restore_loader_states,
     set_logged_step,
 )
+from lightning_fsdp2.compat.lightning_slurm import resume_array_task
 from lightning_fsdp2.strategies.parts.tracking import Tracking
 from lightning_fsdp2.strategies.parts.world import World
 
@@ -94,8 +95,9 @@ class Resumption:
 
     # ------------------------------------------------------------------ out of a checkpoint
 
-    def begin_stage(self) -> None:
+    def begin_stage(self, trainer: "Trainer") -> None:
         """Start a stage of the Trainer, and forget states from earlier checkpoints."""
+        resume_array_task(trainer)
         self.epoch = 0
         self.micro_batches = (0, 0, None)
         self._random_states = None
