@@ -215,8 +215,8 @@ def _link_for_slurm(trainer: Trainer, path: str) -> None:
     """Create a link to the last checkpoint, at the path from which a requeued SLURM job resumes.
 
     If a later checkpoint replaces the last checkpoint at the same path, the link points to the new one. In an object
-    store, no link is created. Instead, the checkpoint is saved a second time. So it is in a task of a job array, because
-    the last checkpoint may be in a folder that all tasks write to.
+    store, no link is created. Instead, the checkpoint is saved a second time. So it is in a task of a job array, whose
+    last checkpoint may be in a folder that all tasks write to.
     """
     place = get_slurm_checkpoint_path(trainer)
     if is_local(get_path(path)) and is_local(get_path(place)) and not is_array_task():

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.cloud_io import get_filesystem
 
 from lightning_fsdp2.compat.ledger import get_ledger
 
@@ -38,7 +38,10 @@ def resume_array_task(trainer: Trainer) -> None:
         resume(checkpoint_path, weights_only)
 
     get_ledger(trainer).replace(
-        connector, "resume_start", resume_own, reason="Lightning resumes a task of a job array from any task's checkpoint"
+        connector,
+        "resume_start",
+        resume_own,
+        reason="Lightning resumes a task of a job array from any task's checkpoint",
     )
 
 

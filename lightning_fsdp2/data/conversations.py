@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from lightning_fsdp2._suggestions import suggest
+from lightning_fsdp2.data.messages import ANSWERS, Columns, Conversation, get_function, parse_conversation
 from lightning_fsdp2.data.sources import get_bar_options
 from lightning_fsdp2.labels import IGNORE_INDEX
 
@@ -18,34 +19,16 @@ if TYPE_CHECKING:
 # `datasets` caches results by the names and arguments of the functions in this file, not by their code.
 # Rename a function in this file if you change its result, so that `datasets` does not use an old result.
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a message can have."""
-
-_ANSWERS = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # same as in transformers
+_OTHER_THAN_LETTERS = re.compile(r"[\W_]+")
+_PROBE = "words"
 _CONVERSATIONS_AT_ONCE = 64
 
 # Special tokens are not added, because the template has already written them.
 # `verbose=False` suppresses the warning about texts longer than the model's context, which are truncated later.
 _TOKENS_AS_WRITTEN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 
-Messages: TypeAlias = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Names of the columns that contain a row's conversation: either messages, or a prompt and a completion."""
-
-    messages: str = "messages"
-    prompt: str = "prompt"
-    completion: str = "completion"
-
-
-@dataclass(frozen=True)
-class _Conversation:
-    location: str
-    messages: Messages
-    tools: list[Any] | None
+_Rendered = TypeVar("_Rendered")
 
 
 def tokenize_conversations(
@@ -77,8 +60,9 @@ def tokenize_conversations(
         empty. Such a conversation would only teach the model to end its turn.
 
     Raises:
-        ValueError: When a row is not a conversation with an answer, when the template cannot render the conversation,
-            or when it is unclear which tokens belong to its answers. The message names the row.
+        ValueError: When a row is not a conversation with an answer, when the template cannot render the conversation or
+            leaves out a part of it, or when it is unclear which tokens belong to its answers. The message names the
+            row.
     """
     from datasets import Features, List, Value
 
@@ -92,7 +76,7 @@ def tokenize_conversations(
         }
     )
     return rows.map(
-        _tokenize_batch,
+        _tokenize_conversations,
         batched=True,
         batch_size=_CONVERSATIONS_AT_ONCE,
         remove_columns=["location", "text"],
@@ -107,7 +91,7 @@ def tokenize_conversations(
     )
 
 
-def _tokenize_batch(
+def _tokenize_conversations(
     batch: dict[str, list[str]],
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str,
@@ -115,8 +99,12 @@ def _tokenize_batch(
     sequence_length: int,
 ) -> dict[str, list[Any]]:
     conversations = [
-        _parse(text, location, columns) for text, location in zip(batch["text"], batch["location"], strict=True)
+        parse_conversation(text, location, columns)
+        for text, location in zip(batch["text"], batch["location"], strict=True)
     ]
+    is_empty = [not conversation.says_something() for conversation in conversations]
+    if _takes_parts(tokenizer, chat_template):
+        conversations = [conversation.write_content_as_parts() for conversation in conversations]
     label = _label_generations if _GENERATION.search(chat_template) else _label_behind_prefixes
     examples = label(conversations, tokenizer, chat_template)
     rows = [(ids[:sequence_length], labels[:sequence_length], len(ids)) for ids, labels in examples]
@@ -126,108 +114,15 @@ def _tokenize_batch(
         "length": [length for _, _, length in rows],
         # skip the first label, because a model never predicts the first token of a sequence
         "answer_tokens": [sum(label != IGNORE_INDEX for label in labels[1:]) for _, labels, _ in rows],
-        "is_empty": [not any(map(_says_something, conversation.messages)) for conversation in conversations],
+        "is_empty": is_empty,
     }
-
-
-# ---------------------------------------------------------------------- rows
-
-
-def _parse(text: str, location: str, columns: Columns) -> _Conversation:
-    try:
-        row = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{location}: the line is not JSON ({error}); repair the line or delete it.") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{location}: the row is {_name_type(row)}, not an object; write one object per line.")
-    messages = [
-        _check_message(message, f"{location}: message {number}")
-        for number, message in enumerate(_get_messages(row, location, columns), 1)
-    ]
-    if not any(message["role"] == _ANSWERS for message in messages):
-        raise ValueError(
-            f"{location}: the conversation has no {_ANSWERS} message to learn from; add one or delete the row."
-        )
-    if messages[0]["role"] == _ANSWERS:
-        raise ValueError(
-            f"{location}: the conversation begins with an answer; put a user message first or delete the row."
-        )
-    return _Conversation(location, messages, row.get("tools") or None)
-
-
-def _get_messages(row: dict[str, Any], location: str, columns: Columns) -> list[Any]:
-    if row.get(columns.messages) is not None:
-        return _to_list(row[columns.messages], f"{location}: {columns.messages!r}")
-    prompt, completion = row.get(columns.prompt), row.get(columns.completion)
-    if prompt is None or completion is None:
-        if isinstance(row.get("conversations"), list):
-            raise ValueError(
-                f"{location}: this is the format of ShareGPT; rename 'conversations' to 'messages', 'from' to 'role'"
-                " ('human' to 'user', 'gpt' to 'assistant') and 'value' to 'content'."
-            )
-        raise ValueError(
-            f"{location}: the row needs either {columns.messages!r}, or both {columns.prompt!r} and"
-            f" {columns.completion!r}, but has the columns {list(row)}; set messages_column, or prompt_column and"
-            " completion_column."
-        )
-    return [
-        *_to_list([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, f"{location}: prompt"),
-        *_to_list(
-            [{"role": _ANSWERS, "content": completion}] if isinstance(completion, str) else completion,
-            f"{location}: completion",
-        ),
-    ]
-
-
-def _to_list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{where} is {_name_type(value)}, not a list of messages; write [{{'role': …}}, …].")
-    return value
-
-
-def _check_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or "role" not in message:
-        raise ValueError(f"{where} has no 'role'; write {{'role': 'user', 'content': …}}.")
-    role = message["role"]
-    if role not in ROLES:
-        hint = suggest(str(role), ROLES) or f"; use one of {', '.join(ROLES)}."
-        raise ValueError(f"{where} has the unknown role {role!r}{hint}")
-    # if rows come from a table, every message has all keys, and unused keys are None
-    present = {key: value for key, value in message.items() if value is not None}
-    if isinstance(present.get("content"), list):
-        present["content"] = "".join(_get_text(part, where) for part in present["content"])
-    if not isinstance(present.get("content"), str) and not (role == _ANSWERS and present.get("tool_calls")):
-        raise ValueError(f"{where} has {_name_type(message.get('content'))} as its 'content'; use a string.")
-    return present
-
-
-def _says_something(message: dict[str, Any]) -> bool:
-    """Return whether a message is an answer that contains text, reasoning or a tool call."""
-    values = [value for key, value in message.items() if key not in ("role", "name")]
-    return message["role"] == _ANSWERS and any(v.strip() if isinstance(v, str) else v for v in values)
-
-
-def _get_text(part: Any, where: str) -> str:
-    """Return the text of one part of a message whose content is a list of parts."""
-    if not isinstance(part, dict) or "type" not in part:
-        raise ValueError(f"{where} has a part without a 'type'; write {{'type': 'text', 'text': …}}.")
-    if part["type"] != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(
-            f"{where} has a part of the type {part['type']!r}, but only text is supported; delete the part or the row."
-        )
-    return str(part["text"])
-
-
-def _name_type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "nothing"}
-    return names.get(type(value), "a number")
 
 
 # ---------------------------------------------------------------------- labels
 
 
 def _label_generations(
-    conversations: list[_Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
+    conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
 ) -> list[tuple[list[int], list[int]]]:
     """Label the tokens of the text between ``{% generation %}`` and ``{% endgeneration %}``.
 
@@ -245,34 +140,42 @@ def _label_generations(
 
 
 def _write_with_spans(
-    conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    from jinja2 import TemplateError
+    """Render a conversation. Return the text, and the start and end of each answer to learn from."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-    rendered: Any  # transformers wrongly annotates the result as a string
-    try:
-        rendered = render_jinja_template(
+
+    def render(conversation: Conversation) -> Any:
+        return render_jinja_template(
             [conversation.messages],
             tools=conversation.tools,
             chat_template=chat_template,
             return_assistant_tokens_mask=True,
             **special_tokens,
         )
-    except (TemplateError, TypeError) as error:
-        raise _refused_by_template(conversation, error) from error
-    (text,), (spans,) = rendered
+
+    (text,), (spans,) = _render(conversation, render)
+    _check_nothing_is_left_out(conversation, text)
     if not any(end > start for start, end in spans):
         raise ValueError(
             f"{conversation.location}: the chat template marks no text of the conversation with {{% generation %}}; "
             "mark the answers in this way, or use a different chat_template."
         )
-    return text, spans
+    is_learned = _get_learned_answers(conversation)
+    if all(is_learned):
+        return text, spans
+    if len(spans) != len(is_learned):
+        raise ValueError(
+            f"{conversation.location}: an answer has the weight 0, but the chat template marks {len(spans)} answers of"
+            f" {len(is_learned)} with {{% generation %}}; mark each answer once, or delete the weights."
+        )
+    return text, [span for span, learned in zip(spans, is_learned, strict=True) if learned]
 
 
 def _label_behind_prefixes(
-    conversations: list[_Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
+    conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, chat_template: str
 ) -> list[tuple[list[int], list[int]]]:
     """Label the tokens of each answer, from the end of the generation prompt to the end of the turn."""
     written = [_write_prefixes(conversation, tokenizer, chat_template) for conversation in conversations]
@@ -281,48 +184,135 @@ def _label_behind_prefixes(
     for conversation, texts in zip(conversations, written, strict=True):
         *prefixes, ids = [next(tokens) for _ in texts]
         labels = [IGNORE_INDEX] * len(ids)
-        for number, (prompt, turn) in enumerate(zip(prefixes[::2], prefixes[1::2], strict=True), 1):
+        answers = zip(prefixes[::2], prefixes[1::2], _get_learned_answers(conversation), strict=True)
+        for number, (prompt, turn, is_learned) in enumerate(answers, 1):
             if ids[: len(prompt)] != prompt or ids[: len(turn)] != turn:
                 raise ValueError(
                     f"{conversation.location}: with this chat template, the tokens up to the end of answer {number} "
                     "change when later text follows, so the answer cannot be labelled; strip whitespace "
                     "around the answer, or use a chat_template that marks answers with {% generation %}."
                 )
-            labels[len(prompt) : len(turn)] = ids[len(prompt) : len(turn)]
+            if is_learned:
+                labels[len(prompt) : len(turn)] = ids[len(prompt) : len(turn)]
         examples.append((ids, labels))
     return examples
 
 
-def _write_prefixes(conversation: _Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
+def _write_prefixes(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> list[str]:
     """Render prefixes of a conversation, whose tokens show where the answers start and end.
 
     The first two texts end at the start and at the end of the first answer, the next two at the start and at the end of
     the second answer, and so on. The last text is the whole conversation.
     """
-    from jinja2 import TemplateError
 
-    messages = conversation.messages
-    answers = [index for index, message in enumerate(messages) if message["role"] == _ANSWERS]
-    parts = [(messages[:end], is_prompt) for index in answers for end, is_prompt in ((index, True), (index + 1, False))]
-    try:
+    def render(conversation: Conversation) -> list[str]:
+        messages = conversation.messages
+        answers = [index for index, message in enumerate(messages) if message["role"] == ANSWERS]
+        ends = [(end, is_prompt) for index in answers for end, is_prompt in ((index, True), (index + 1, False))]
         texts = [
             tokenizer.apply_chat_template(
-                part,
+                messages[:end],
                 tools=conversation.tools,
                 chat_template=chat_template,
                 add_generation_prompt=is_prompt,
                 tokenize=False,
             )
-            for part, is_prompt in [*parts, (messages, False)]
+            for end, is_prompt in [*ends, (len(messages), False)]
         ]
+        return cast(list[str], texts)
+
+    texts = _render(conversation, render)
+    _check_nothing_is_left_out(conversation, texts[-1])
+    return texts
+
+
+def _get_learned_answers(conversation: Conversation) -> list[bool]:
+    """Return for each answer of the assistant whether to learn from it."""
+    both = zip(conversation.messages, conversation.is_learned, strict=True)
+    return [is_learned for message, is_learned in both if message["role"] == ANSWERS]
+
+
+# ---------------------------------------------------------------------- templates
+
+
+def _render(conversation: Conversation, render: Callable[[Conversation], _Rendered]) -> _Rendered:
+    """Render a conversation with a chat template.
+
+    Most templates expect arguments of calls as mappings. A few fail on these, and expect JSON texts.
+
+    Raises:
+        ValueError: When the template cannot render the conversation.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return render(conversation)
     except (TemplateError, TypeError) as error:
-        raise _refused_by_template(conversation, error) from error
-    return cast(list[str], texts)
+        if conversation.has_calls:
+            with suppress(TemplateError, TypeError):
+                return render(conversation.write_arguments_as_text())
+        roles = ", ".join(message["role"] for message in conversation.messages)
+        raise ValueError(
+            f"{conversation.location}: the chat template cannot render the messages of {roles}: {error}; change the "
+            "conversation or use a different chat_template."
+        ) from error
 
 
-def _refused_by_template(conversation: _Conversation, error: Exception) -> ValueError:
-    roles = ", ".join(message["role"] for message in conversation.messages)
-    return ValueError(
-        f"{conversation.location}: the chat template cannot render the messages of {roles}: {error}; change the "
-        "conversation or use a different chat_template."
+def _takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> bool:
+    """Return whether a chat template writes the text of a message only if its content is a list of parts.
+
+    So do the templates of many models with images.
+    """
+    from jinja2 import TemplateError
+
+    def shows(content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
+        except (TemplateError, TypeError):
+            return False
+        return _PROBE in cast(str, text)
+
+    return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
+
+
+def _check_nothing_is_left_out(conversation: Conversation, text: str) -> None:
+    """Refuse a chat template that does not write all messages, calls and tools of a conversation.
+
+    Only letters and digits are compared, because templates strip spaces and quote texts. Thoughts may be left out, as
+    the templates of reasoning models leave those of earlier answers out.
+
+    Raises:
+        ValueError: When something is missing in ``text``. The message names it.
+    """
+    written = _keep_letters(text)
+    missing = [name for name, part in _list_parts(conversation) if not _is_in(part, written)]
+    if missing:
+        raise ValueError(
+            f"{conversation.location}: the chat template leaves out {', '.join(missing)}, so a model would not learn"
+            " from it; use a chat_template that writes it, or delete it."
+        )
+
+
+def _list_parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Yield the texts that a chat template has to write, each after its description."""
+    for number, message in enumerate(conversation.messages, 1):
+        content = message.get("content", "")
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        yield f"the text of message {number} ({message['role']})", text.rpartition("</think>")[2]
+        for call in message.get("tool_calls", ()):
+            name = str(get_function(call).get("name", ""))
+            yield f"the call of {name!r} in message {number}", name
+    for tool in conversation.tools or ():
+        name = str(get_function(tool).get("name", ""))
+        yield f"the tool {name!r}", name
+
+
+def _is_in(part: str, written: str) -> bool:
+    return any(
+        _keep_letters(form) in written for form in (part, json.dumps(part, ensure_ascii=False), json.dumps(part))
     )
+
+
+def _keep_letters(text: str) -> str:
+    return _OTHER_THAN_LETTERS.sub("", text)

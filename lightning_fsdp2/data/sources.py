@@ -283,19 +283,19 @@ def load_rows(source: Source, *, streaming: bool = False, cache_dir: str | None 
         rows = _load_dataset(source, streaming, cache_dir)
         name = f"{source.name} ({source.split})"
         options = {"with_indices": True, "features": features, "fn_kwargs": {"name": name}}
-        return rows.map(_to_json, remove_columns=_get_columns(rows), **options)
+        return rows.map(_write_as_json, remove_columns=_get_columns(rows), **options)
     refuse_unreadable_files(source)
-    if next(_read_rows([(file, "") for file in source]), None) is None:
+    if next(_read_all_rows([(file, "") for file in source]), None) is None:
         raise ValueError(
             f"path contains no rows: the {len(source)} file(s) (the first is {source[0]!r}) are empty; "
             "set path to other files."
         )
     if streaming:
-        return IterableDataset.from_generator(_read_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
+        return IterableDataset.from_generator(_read_all_rows, features, gen_kwargs={"files": [(f, "") for f in source]})
     # `datasets` caches rows by the generator's arguments, so the arguments include a hash of each file
     files = [(file, _hash_file(file)) for file in source]
     try:
-        return Dataset.from_generator(_read_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})
+        return Dataset.from_generator(_read_all_rows, features, cache_dir=cache_dir, gen_kwargs={"files": files})
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None
@@ -332,8 +332,16 @@ def _get_split(saved: DatasetDict, source: DatasetSplit) -> Dataset:
     return saved[source.split]
 
 
-def _to_json(row: Mapping[str, Any], index: int, name: str) -> dict[str, str]:
-    return {"location": f"{name}, row {index}", "text": json.dumps(dict(row), ensure_ascii=False, default=str)}
+def _write_as_json(row: Mapping[str, Any], index: int, name: str) -> dict[str, str]:
+    present = {key: _drop_nulls(value) for key, value in row.items()}
+    return {"location": f"{name}, row {index}", "text": json.dumps(present, ensure_ascii=False, default=str)}
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Leave out the keys of objects that have no value. Tables give all objects of a column the keys of each."""
+    if isinstance(value, dict):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _hash_file(file: str) -> str:
@@ -344,7 +352,7 @@ def _hash_file(file: str) -> str:
     return digest.hexdigest()
 
 
-def _read_rows(files: list[tuple[str, str]]) -> Iterator[dict[str, str]]:
+def _read_all_rows(files: list[tuple[str, str]]) -> Iterator[dict[str, str]]:
     for file, _ in files:
         kind = get_kind(file)
         if kind in _PARQUET:
@@ -392,4 +400,4 @@ def _read_table(file: str) -> Iterator[dict[str, str]]:
     with open_file(file) as content:
         rows = (row for batch in ParquetFile(content).iter_batches() for row in batch.to_pylist())
         for number, row in enumerate(rows):
-            yield _to_json(row, number, file)
+            yield _write_as_json(row, number, file)

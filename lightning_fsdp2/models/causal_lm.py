@@ -209,8 +209,8 @@ class CausalLM(LightningModule):
         attention = get_attention(self.model.config)
         if self.attn_implementation is None and attention != "sdpa":
             rank_zero_info(
-                f"{type(self.model).__name__} computes attention with {attention!r}, because transformers has no SDPA for"
-                " this architecture (attn_implementation)."
+                f"{type(self.model).__name__} computes attention with {attention!r}, because transformers has no SDPA"
+                " for this architecture (attn_implementation)."
             )
         if self.lora_config is not None:
             self.model = add_lora(self.model, self.lora_config, base=self.pretrained, folder=self._lora_folder)

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_fsdp2.compat.torch import set_group_timeout
+from lightning_fsdp2.ranks.default_group import keep_with_default_group
 from lightning_fsdp2.ranks.failures import describe_ranks, fail_together, make_portable
 
 T = TypeVar("T")
-
-_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
 
 def get_rank() -> int:
@@ -25,17 +24,15 @@ def get_rank() -> int:
 def get_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     """Return the CPU process group of all ranks for one purpose, creating it on first use.
 
-    All Trainers of the process share the group.
+    All Trainers of the process share the group, until the default group is destroyed.
 
     Args:
         purpose: Name of the purpose. Each purpose has its own group, so that messages cannot be mixed up.
         timeout: Timeout of the group's collectives, and of creating the group.
     """
-    key = (dist.group.WORLD, purpose)
-    if key not in _groups:
-        _groups[key] = dist.new_group(backend="gloo", timeout=timeout)
-    set_group_timeout(_groups[key], timeout)
-    return _groups[key]
+    group: dist.ProcessGroup = keep_with_default_group(purpose, lambda: dist.new_group(backend="gloo", timeout=timeout))
+    set_group_timeout(group, timeout)
+    return group
 
 
 def get_group_of_ranks(ranks: Sequence[int], purpose: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -43,11 +40,11 @@ def get_group_of_ranks(ranks: Sequence[int], purpose: str, timeout: timedelta) -
 
     Only these ranks create the group.
     """
-    key = (dist.group.WORLD, purpose, *ranks)
-    if key not in _groups:
-        _groups[key] = dist.new_group([*ranks], timeout, "gloo", use_local_synchronization=True)
-    set_group_timeout(_groups[key], timeout)
-    return _groups[key]
+    group: dist.ProcessGroup = keep_with_default_group(
+        (purpose, *ranks), lambda: dist.new_group([*ranks], timeout, "gloo", use_local_synchronization=True)
+    )
+    set_group_timeout(group, timeout)
+    return group
 
 
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_fsdp2 import CheckpointConfig
 from lightning_fsdp2.callbacks import ProcessGroupTimeout
 from lightning_fsdp2.compat.torch import get_group_timeout
-from lightning_fsdp2.ranks import coordination
+from lightning_fsdp2.ranks import default_group
 from lightning_fsdp2.strategies.launch import rendezvous
 
 SHORT, LONG = timedelta(seconds=7), timedelta(seconds=60)
@@ -25,7 +25,7 @@ SHORT, LONG = timedelta(seconds=7), timedelta(seconds=60)
 
 def read_timeouts() -> set[timedelta]:
     """Of all groups of this process, but for those that wait on their own terms."""
-    others = [group for (_, purpose), group in coordination._groups.items() if purpose != "control"]
+    others = [kept for purpose, kept in default_group._kept.items() if purpose != "control"]
     return {get_group_timeout(group) for group in dist.distributed_c10d._world.pg_map if group not in others}
 
 

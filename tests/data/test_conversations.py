@@ -6,7 +6,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
-from lightning_fsdp2.data.conversations import Columns, tokenize_conversations
+from lightning_fsdp2.data.conversations import tokenize_conversations
+from lightning_fsdp2.data.messages import Columns
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -170,6 +171,98 @@ def test_parts_of_text_are_one_text():
 
 ASK = {"role": "user", "content": "?"}
 
+# as those of Idefics 3 and SmolVLM
+IN_PARTS = CHATML.replace(
+    "{{ message.content }}",
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}",
+)
+
+
+@pytest.mark.guarantees("chat-template")
+@pytest.mark.parametrize("tokenizer", ["bytes", "merging"])
+def test_templates_that_take_content_as_parts_write_the_text(merging, tokenizer):
+    tokenizer = merging if tokenizer == "merging" else None
+    rows = [{"messages": TALK}, {"prompt": "1 + 1?", "completion": "2"}]
+    assert [*tokenize(rows, IN_PARTS, tokenizer)] == [*tokenize(rows, CHATML, tokenizer)]
+    marked = MARKED.replace("{{ message.content }}", "{{ message.content[0].text }}")
+    assert [*tokenize(rows, marked, tokenizer)] == [*tokenize(rows, MARKED, tokenizer)]
+
+
+CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+# as most templates of transformers, which expect a mapping
+CALLS = (
+    "{% for tool in tools %}<tool>{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}{% for call in message.tool_calls %}"
+    "{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# as that of DeepSeek V3, which expects a text
+CALLS_AS_TEXT = CALLS.replace("{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}")
+
+
+def make_call(**call):
+    message = {"role": "assistant", "content": None, **call}
+    return [ASK, message, {"role": "tool", "content": "rain"}, {"role": "assistant", "content": "Rain."}]
+
+
+@pytest.mark.guarantees("chat-template")
+@pytest.mark.parametrize("template", [CALLS, CALLS_AS_TEXT])
+def test_calls_are_written_once_in_every_form_in_which_people_give_them(template):
+    text = {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    forms = [
+        {"messages": make_call(tool_calls=[{"type": "function", "function": CALL}]), "tools": [TOOL]},
+        {"messages": make_call(tool_calls=[{"id": "1", "function": text}]), "tools": json.dumps([TOOL])},
+        {"messages": make_call(function_call=text), "tools": [TOOL]},
+    ]
+    forms[2]["messages"][2] = {"role": "function", "name": "weather", "content": "rain"}
+    rows = tokenize(forms, template)
+    expected = '<tool>weather<user>?<assistant>weather({"city": "Zürich", "days": 2})<tool>rain<assistant>Rain.'
+    assert [bytes(row["input_ids"]).decode() for row in rows] == [expected] * 3
+    assert all("weather(" in bytes(learned(row)[0]).decode() for row in rows)
+
+
+def test_an_answer_of_weight_0_is_not_learned():
+    talk = [*TALK[1:3], {**TALK[3], "weight": None}, {**TALK[4], "weight": 1}]
+    talk[1] = {**TALK[2], "weight": 0}
+    for template, end in ((CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")):
+        (row,) = tokenize([{"messages": talk}], template)
+        assert [bytes(run).decode() for run in learned(row)] == ["Words, in another script. 🎉" + end]
+        assert row["input_ids"] == tokenize([{"messages": TALK[1:]}], template)[0]["input_ids"]
+
+
+def test_a_column_of_the_system_prompt_comes_first():
+    (row,) = tokenize([{"system": "Be brief.", "messages": TALK[1:]}])
+    assert row == tokenize([{"messages": TALK}])[0]
+    (row,) = tokenize([{"system": None, "messages": TALK}])
+    assert row == tokenize([{"messages": TALK}])[0]
+
+
+@pytest.mark.guarantees("chat-template")
+@pytest.mark.parametrize(
+    ("row", "template", "missing"),
+    [
+        ({"messages": TALK}, "{% if message.role != 'system' %}", r"the text of message 1 \(system\)"),
+        ({"messages": TALK}, "{% if message.role != 'user' %}", r"message 2 \(user\), the text of message 4 \(user\)"),
+        ({"messages": make_call(tool_calls=[CALL])}, "{% if true %}", "the call of 'weather' in message 2"),
+        ({"messages": TALK, "tools": [TOOL]}, "{% if true %}", "the tool 'weather'"),
+    ],
+)
+def test_what_a_template_leaves_out_is_named(row, template, missing):
+    body = "{{ message.content or '' }}"
+    template = CHATML.replace("{{ message.content }}", template + body + "{% endif %}")
+    with pytest.raises(ValueError, match=rf"^a.jsonl, line 1: the chat template leaves out .*{missing}, so"):
+        tokenize([row], template)
+
+
+@pytest.mark.guarantees("chat-template")
+@pytest.mark.parametrize("content", ['He said "no".\n\tThen:', "  spaces  ", "<think>hm</think>2", "🎉"])
+def test_templates_may_quote_and_strip(content):
+    messages = [ASK, {"role": "assistant", "content": content}, ASK, {"role": "assistant", "content": "!"}]
+    quoting = MARKED.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] | trim | tojson }}")
+    (row,) = tokenize([{"messages": messages}], quoting)
+    assert row["answer_tokens"] > 0
+
 
 @pytest.mark.guarantees("rows-that-are-no-conversations")
 @pytest.mark.parametrize(
@@ -215,6 +308,24 @@ ASK = {"role": "user", "content": "?"}
         ),
         ({"messages": [{"role": "user", "content": ["?"]}]}, "message 1 has a part without a 'type'; write"),
         ({"prompt": "x", "completion": 3}, "completion is a number, not a list of messages"),
+        ({"messages": TALK, "system": "Be."}, "the row has a column 'system' and a system message; delete one"),
+        ({"messages": TALK[1:], "system": 3}, "'system' is a number, not a text"),
+        ({"messages": TALK, "tools": "weather"}, r"'tools' are a text that is not JSON \(Expecting value: .*\); write"),
+        ({"messages": TALK, "tools": {"name": "x"}}, "'tools' is an object, not a list of objects"),
+        ({"messages": make_call(tool_calls=CALL)}, "message 2 has 'tool_calls' that are not a list of objects"),
+        (
+            {"messages": make_call(function_call={**CALL, "arguments": "{'city': 1}"})},
+            r"message 2: the arguments of a call are a text that is not JSON \(.*\); write JSON",
+        ),
+        (
+            {"messages": make_call(function_call={**CALL, "arguments": ["x"]})},
+            "message 2 calls a tool with a list as 'arguments'; use an object",
+        ),
+        ({"messages": [ASK, {**TALK[4], "weight": 0.5}]}, "message 2 has weight=0.5; use 1 to learn from it, or 0"),
+        (
+            {"messages": [ASK, {**TALK[4], "weight": 0}]},
+            "the conversation has no assistant message to learn from with a weight other than 0",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) and value.startswith("it") else "",
 )

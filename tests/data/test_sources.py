@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from lightning_fsdp2.data.files import find_files
-from lightning_fsdp2.data.sources import load_documents, load_rows
+from lightning_fsdp2.data.sources import DatasetSplit, load_documents, load_rows
 
 
 def test_text_files_are_one_document_each_with_line_ends_as_newlines(tmp_path, cache):
@@ -152,6 +152,20 @@ def test_rows_are_objects_in_json_with_the_place_they_are_from(tmp_path, cache):
     for streaming in (False, True):
         read = [(row["location"], json.loads(row["text"])) for row in load_rows(files, streaming=streaming)]
         assert read == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nulls_that_a_table_has_filled_in_are_left_out(tmp_path, cache, streaming):
+    """All objects of a column of a table have the same keys."""
+    calls = [{"arguments": {"city": "Rome", "tags": [{"a": 1}]}}, {"arguments": {"zone": "UTC", "tags": [{"b": None}]}}]
+    rows = Dataset.from_list([{"messages": [{"role": "assistant", "calls": [call]}], "tools": None} for call in calls])
+    rows.to_parquet(tmp_path / "a.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    expected = [{"messages": [{"role": "assistant", "calls": [call]}]} for call in calls]
+    expected[1]["messages"][0]["calls"][0]["arguments"]["tags"] = [{}]
+    for source in ([str(tmp_path / "a.parquet")], DatasetSplit(str(tmp_path / "saved"), None, "train")):
+        read = [json.loads(row["text"]) for row in load_rows(source, streaming=streaming, cache_dir=cache)]
+        assert [{key: value for key, value in row.items() if value is not None} for row in read] == expected
 
 
 def test_damaged_list_is_named(tmp_path, cache):

@@ -4,7 +4,6 @@ import atexit
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_fsdp2.mesh import (
     get_extra_groups,
     get_views,
 )
+from lightning_fsdp2.ranks.default_group import keep_with_default_group
 from lightning_fsdp2.ranks.whole_tensors import gather
 from lightning_fsdp2.sizes import MeshSizes
 from lightning_fsdp2.strategies.launch.rendezvous import meet
@@ -99,8 +99,13 @@ def init_process_group(
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """Return the device mesh with these sizes. Meshes are cached, because their process groups hold device memory."""
-    device_mesh = _create_device_mesh(dist.group.WORLD, sizes, device_type)
+    """Return the device mesh with these sizes.
+
+    All Trainers of the process share it, until the default group is destroyed, because its groups hold device memory.
+    """
+    device_mesh = keep_with_default_group(
+        (sizes, device_type), lambda: build_device_mesh(sizes, device_type=device_type)
+    )
     for group in get_groups(device_mesh):
         set_group_timeout(group, timeout)
     return device_mesh
@@ -159,11 +164,6 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | No
         dist.broadcast(message, group=group, group_src=source)
         for tensor, received in zip(here, message.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
-
-
-@cache
-def _create_device_mesh(world: dist.ProcessGroup, sizes: MeshSizes, device_type: str) -> DeviceMesh:
-    return build_device_mesh(sizes, device_type=device_type)
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
