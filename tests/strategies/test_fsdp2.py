@@ -414,6 +414,12 @@ def test_logged_sharded_values_are_those_of_all_shards() -> None:
     run_ranks(run, WORLD)
 
 
+def test_a_module_can_be_connected_before_it_has_a_trainer() -> None:
+    strategy, module = FSDP2Strategy(), Regressor()
+    strategy.connect(module)
+    assert strategy.lightning_module is module
+
+
 def test_a_log_of_the_users_own_stays_in_place() -> None:
     seen: list[str] = []
 

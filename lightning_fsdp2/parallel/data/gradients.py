@@ -309,12 +309,16 @@ def _split_axes(gradient: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], tuple[
 
 
 def _reduce_partial(parameters: Iterable[Tensor]) -> None:
-    """Reduce partial gradients over the ranks, so that each gradient has the same placements as its parameter."""
+    """Reduce partial gradients over the ranks, so that each gradient has the same placements as its parameter.
+
+    The gradient of a parameter that is partial itself becomes whole, since its norm would be that of a part.
+    """
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
-            own = parameter.placements if isinstance(parameter, DTensor) else None
-            parameter.grad = gradient.redistribute(placements=own or [Replicate()] * gradient.device_mesh.ndim)
+            own = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * gradient.device_mesh.ndim
+            whole = [Replicate() if isinstance(placement, Partial) else placement for placement in own]
+            parameter.grad = gradient.redistribute(placements=whole)
 
 
 def _to_local(gradient: Tensor) -> Tensor:

@@ -204,9 +204,10 @@ class _Row:
 def log_whole_values(module: LightningModule) -> None:
     """Make the module's ``log`` method gather sharded values, such as the norm of a sharded parameter.
 
-    A ``log`` method that the user has replaced stays as it is. The original method is restored at teardown.
+    A ``log`` method that the user has replaced stays as it is. The original method is restored at teardown. Without a
+    Trainer, nothing can be logged, and nothing is replaced.
     """
-    if not has_own(module, "log"):
+    if module._trainer is not None and not has_own(module, "log"):
         log = partial(_log_whole, type(module).log, module)
         reason = "for a metric that is a DTensor, it would log only this rank's part"
         get_ledger(module.trainer).replace(module, "log", log, reason=reason)

@@ -323,17 +323,19 @@ def test_replicas_that_round_otherwise_clip_by_the_same_norm(monkeypatch: pytest
 
 
 @pytest.mark.guarantees("partial-gradients")
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Partial()], ids=str)
 def test_partial_gradients_are_reduced_before_they_are_clipped(placement: Any) -> None:
     parts = torch.tensor([[3.0, -1.0], [5.0, -3.0]])
 
     def clip(clip: Any, bound: float) -> Tensor:
         mesh = get_mesh(create_device_mesh(device_type="cpu"), DP_SHARD_CP)
-        parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [placement]))
+        is_partial = isinstance(placement, Partial)
+        values = DTensor.from_local(torch.ones(2), mesh, [placement]) if is_partial else torch.ones(2)
+        parameter = nn.Parameter(values if is_partial else distribute_tensor(values, mesh, [placement]))
         parameter.grad = DTensor.from_local(parts[dist.get_rank()], mesh, [Partial()])
         norm = clip([parameter], bound)
         assert norm is None or norm.item() == pytest.approx(80**0.5)
-        assert parameter.grad.placements == (placement,)
+        assert parameter.grad.placements == (Replicate() if is_partial else placement,)
         return parameter.grad.full_tensor()
 
     def run() -> None:
