@@ -350,6 +350,48 @@ def test_unsharding_gives_every_rank_whole_weights_and_shards_them_again_also_af
     run_ranks(run, 2)
 
 
+class ThreeLayers(nn.Module):
+    """Layers that are no list, so that FSDP2 prefetches in backward in the order of the forward."""
+
+    def __init__(self, is_sequential: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)]
+        self.first, self.second, self.third = [nn.Sequential(*layers), None, None] if is_sequential else layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if self.second is None else self.third(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("is_sequential", [False, True])
+@pytest.mark.parametrize("flags", [{}, {"reshard_after_forward": False}, {"enable_fsdp2_prefetch": False}], ids=str)
+def test_unsharding_between_forward_and_backward_changes_no_gradient(
+    flags: dict[str, Any], is_sequential: bool
+) -> None:
+    def compute(model: nn.Module, reads: bool) -> None:
+        for number in range(2):
+            losses = [model(torch.full((2, 8), float(number + part))).square().mean() for part in range(2)]
+            if reads:
+                with torch.no_grad(), unshard_fsdp2_model(model):
+                    assert sum(p.numel() for p in model.parameters()) == 153
+            sum(losses).backward()
+
+    def run() -> None:
+        torch.manual_seed(0)
+        reference = ThreeLayers(is_sequential)
+        model = fsdp2_strategy_parallelize(
+            copy.deepcopy(reference),
+            create_device_mesh(device_type="cpu"),
+            mp_policy=MixedPrecisionPolicy(),
+            **flags,
+        )
+        compute(reference, reads=False)
+        compute(model, reads=True)
+        for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)
+
+    run_ranks(run, 2)
+
+
 def test_a_nested_unsharding_leaves_what_the_outer_one_gathered() -> None:
     def run() -> None:
         model = fsdp2_strategy_parallelize(PlainTransformer(), create_device_mesh(device_type="cpu"))

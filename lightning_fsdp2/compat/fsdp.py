@@ -37,9 +37,13 @@ def end_forward(module: FSDPModule) -> None:
     ``FSDPModule.reset_iter_state`` (torch 2.13) also resets this state, but it drops accumulated gradients.
     """
     state = module._get_fsdp_state()
-    # Clear the order of modules that an earlier forward recorded. Otherwise, FSDP2 would prefetch in this order.
+    # Clear the order of modules that an earlier forward recorded. Otherwise, FSDP2 would prefetch in this order. A
+    # backward of that forward may still come. It then gathers each unit's weights without prefetching.
     # The attribute does not exist before the first forward.
-    getattr(state._comm_ctx, "post_forward_order", []).clear()
+    order = getattr(state._comm_ctx, "post_forward_order", [])
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()
     if state._modules_to_run_forward:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
