@@ -23,7 +23,6 @@ from lightning_fsdp2._refusals import (
     is_mistake,
     is_of_package,
 )
-from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.callbacks.model_summary import ModelSummary
 from lightning_fsdp2.callbacks.progress_bar import TrainingProgressBar
 from lightning_fsdp2.cli.commands import READ_CONFIG, SUMMARIES
@@ -35,6 +34,7 @@ from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.cli.run_parser import RunParser
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
 from lightning_fsdp2.compat.argparse import get_option, get_subcommands, list_flags, move_last_group_up, set_summaries
+from lightning_fsdp2.startup.registry import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI"]

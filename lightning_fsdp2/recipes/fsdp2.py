@@ -84,9 +84,7 @@ def parallelize_with_fsdp2(
         ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already or has no
             tensor parallel plan, or its parameters cannot be grouped into units.
     """
-    check_not_sharded(model)
-    check_peft(model)
-    check_initialized(model)
+    _check_model(model)
     treat_dtensors_as_whole()
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
@@ -121,14 +119,25 @@ def parallelize_with_fsdp2(
     _apply_prefetch(plan, config)
     keep_changes_in_place(get_fsdp_modules(model))
     if materializes:
-        weights_device = device if offload_policy is None else torch.device("cpu")
-        load_pretrained(model, weights_device, device_mesh)
-        materialize(model, weights_device, device_mesh)
+        _give_weights(model, device if offload_policy is None else torch.device("cpu"), device_mesh)
     replace_kept_parameters(kept)
     if split is not None:
         apply_pipeline_parallel(model, split, device_mesh, config)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
     return model
+
+
+def _check_model(model: nn.Module) -> None:
+    """Check what does not depend on the mesh, before the model is changed."""
+    check_not_sharded(model)
+    check_peft(model)
+    check_initialized(model)
+
+
+def _give_weights(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
+    """Read the weights of a model on the meta device from files, or initialise them."""
+    load_pretrained(model, device, device_mesh)
+    materialize(model, device, device_mesh)
 
 
 def _build_split(structure: ModelStructure, pp_mesh: DeviceMesh, config: FSDP2Config) -> Split:

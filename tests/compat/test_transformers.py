@@ -34,9 +34,9 @@ from lightning_fsdp2.compat.transformers import (
     is_cache,
     set_attention,
 )
-from lightning_fsdp2.compat.versions import CHECKED
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.caches import is_filled
+from lightning_fsdp2.startup.versions import CHECKED
 
 IDS = torch.arange(3, 9)[None]
 

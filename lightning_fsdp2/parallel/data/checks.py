@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.autograd import has_gradient_hooks
+from lightning_fsdp2.compat.gradients import has_gradient_hooks
 from lightning_fsdp2.compat.torch import get_storage_id
 from lightning_fsdp2.modules.structure import get_parameter_names, get_parameter_owners
 

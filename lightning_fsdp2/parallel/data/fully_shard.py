@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.fsdp import drop_changes_in_place, end_forward, keep_unsharded_after_forward
-from lightning_fsdp2.compat.fsdp_gradients import watch_gradients
+from lightning_fsdp2.compat.gradients import watch_gradients
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_shard_dim
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
