@@ -28,6 +28,8 @@ _PEER_IS_LOST = (
 _CALLS_OF_MODULES = ("forward", "_call_impl", "training_step", "validation_step", "test_step", "predict_step")
 """Functions in which units gather their weights. Other code, such as a hook, sees shards."""
 
+_GATHER_WEIGHTS = "gather them first: `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`"
+
 
 def add_remedy(exception: BaseException, hosts: Sequence[str], *, context_parallel: bool = False) -> None:
     """Append advice to the message of ``exception``, if its cause is known; see :func:`get_optional_remedy`."""
@@ -108,12 +110,11 @@ def _get_remedy_for_mixed_tensors(exception: BaseException) -> str:
             return (
                 "Outside of a forward, parameters and their gradients are sharded (DTensors). In hooks, make other"
                 " tensors from them, as with `torch.zeros_like(p.grad)` or `torch.randn_like(p.grad)`, or read the"
-                " whole value with `p.grad.full_tensor()` on all ranks."
+                f" whole value with `p.grad.full_tensor()` on all ranks. To compute with weights, {_GATHER_WEIGHTS}."
             )
     return (
         "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
-        " read weights, gather them first:"
-        " `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through a"
+        f" read weights, {_GATHER_WEIGHTS}; or, to train through a"
         " method other than `forward`, make this method gather the weights, in `on_fit_start`:"
         ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
     )
