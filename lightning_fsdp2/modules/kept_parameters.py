@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
+from lightning_fsdp2.modules.stages import Stages
 from lightning_fsdp2.modules.structure import get_parameter_owners
 
 _CONTAINERS = (dict, list, set, deque, types.CellType, functools.partial, types.FunctionType)
@@ -46,12 +47,17 @@ class KeptParameter:
     name: str
     """Name of the parameter in the root module."""
 
+    @property
+    def is_id(self) -> bool:
+        """Whether :attr:`holder` holds the id of the parameter, and not the parameter."""
+        return type(self.old) is int
+
 
 def find_kept_parameters(root: nn.Module) -> list[KeptParameter]:
     """Find the objects outside of modules that hold parameters of ``root``, or their ids.
 
     Reference counts tell which parameters are held by modules only. For the others, the objects of the process are
-    searched, once for each object that holds some. Sets and dicts are also searched for ids (``id(p)``).
+    searched, once for each object that holds some. Sets, lists and keys of dicts are also searched for ids (``id(p)``).
 
     Raises:
         ValueError: If an object cannot be changed afterwards. The message names it, and the parameter.
@@ -60,7 +66,9 @@ def find_kept_parameters(root: nn.Module) -> list[KeptParameter]:
     slots = [(module, attribute) for held in get_parameter_owners(root).values() for module, attribute in held]
     owners = {id(module._parameters[attribute]): (module, attribute) for module, attribute in reversed(slots)}
     found = [(holder, key, False) for holder, key in _find_holders(root, slots, owners)]
-    found += [(h, key, True) for h in _find_holders_of_numbers(root) if h is not owners for key in h if key in owners]
+    for holder in _find_holders_of_numbers(root):
+        ids = {number for number in holder if type(number) is int and number in owners}
+        found += [(holder, number, True) for number in ids if holder is not owners]
     kept = []
     for holder, key, is_number in found:
         module, attribute = owners[key]
@@ -71,20 +79,29 @@ def find_kept_parameters(root: nn.Module) -> list[KeptParameter]:
     return kept
 
 
-def replace_kept_parameters(kept: Iterable[KeptParameter]) -> None:
-    """Put the parameters that modules have now in the place of those that :func:`find_kept_parameters` has found.
+def check_on_all_stages(kept: Iterable[KeptParameter], stages: Stages) -> None:
+    """Refuse objects that refer to parameters which only some ranks of a pipeline hold.
+
+    Ids of such parameters are no error: they select no parameter on the other ranks.
 
     Raises:
-        ValueError: If a parameter belongs to another pipeline stage, so that this rank has no such parameter.
+        ValueError: If an object refers to such a parameter. All ranks raise the error.
     """
     for place in kept:
-        new: Any = place.module._parameters.get(place.attribute)
-        if new is None:
+        if not place.is_id and len(stages.parameters[place.name].ranks) < stages.num_ranks:
             raise ValueError(
-                f"{_describe(place.holder)} refers to the parameter {place.name}, which is in another pipeline stage."
+                f"{_describe(place.holder)} refers to the parameter {place.name}, which only some pipeline stages have."
                 " Look parameters up where they are used (`self.named_parameters()`), or use pp_size=1."
             )
-        _replace(place.holder, place.old, id(new) if type(place.old) is int else new)
+
+
+def replace_kept_parameters(kept: Iterable[KeptParameter]) -> None:
+    """Put the parameters that modules have now in the place of those that :func:`find_kept_parameters` has found."""
+    for place in kept:
+        new: Any = place.module._parameters.get(place.attribute)
+        if place.is_id:  # no object has the id 0, which stands for a parameter of another pipeline stage
+            new = 0 if new is None else id(new)
+        _replace(place.holder, place.old, new)
 
 
 def _find_holders(root: nn.Module, slots: list[_Slot], owners: dict[int, _Slot]) -> list[tuple[Any, int]]:
@@ -120,14 +137,14 @@ def _count_other_references(slots: list[_Slot]) -> dict[int, int]:
 
 
 def _find_holders_of_numbers(root: nn.Module) -> Iterator[Any]:
-    """Yield the sets and dicts whose elements or keys are integers: those of the process, and attributes of modules.
+    """Yield the sets, lists and dicts of integers: those of the process, and attributes of modules.
 
     Python's garbage collector does not list a dict of numbers and strings, so such a dict is found only as an
     attribute.
     """
     attributes = [value for module in root.modules() for value in vars(module).values() if not gc.is_tracked(value)]
     for holder in itertools.chain(gc.get_objects(), attributes):
-        if type(holder) in (set, frozenset, dict) and holder and type(next(iter(holder))) is int:
+        if type(holder) in (set, frozenset, list, dict) and holder and type(next(iter(holder))) is int:
             yield holder
 
 
@@ -150,7 +167,7 @@ def _replace(holder: Any, old: Any, new: Any) -> None:
         return new if value is old or (type(old) is type(value) is int and value == old) else value
 
     if isinstance(holder, dict):
-        items = [(choose(key), choose(value) if type(old) is not int else value) for key, value in holder.items()]
+        items = [(choose(key), choose(value)) for key, value in holder.items()]
         if all(key is now for key, (now, _) in zip(holder, items, strict=True)):
             holder.update(items)
         else:  # in the same order

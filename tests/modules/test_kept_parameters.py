@@ -6,13 +6,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.model_kinds import parallelize
+from helpers.models import GPT2, make_causal_lm
 from helpers.ranks import raises_on_all_ranks, run_ranks
 from torch import Tensor, nn
 
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.modules.kept_parameters import find_kept_parameters
 from lightning_fsdp2.ranks.whole_tensors import gather
 
@@ -42,6 +45,7 @@ PLACES: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], Any]]] = 
     "slot": (Slotted, lambda kept: kept.weight),
     "id": (lambda p: {id(p), 1}, lambda kept: kept),
     "ids as keys": (lambda p: {id(p): "weight"}, lambda kept: set(kept)),
+    "ids in a list": (lambda p: [*map(id, [p])], lambda kept: set(kept)),
 }
 
 
@@ -101,6 +105,74 @@ def test_a_penalty_on_kept_parameters_has_the_gradients_of_one_process() -> None
             torch.testing.assert_close(gather(own.detach()), other.detach())
 
     run_ranks(run, 2)
+
+
+class TiedHead(nn.Module):
+    """A head that computes with the weight of the embedding, which it keeps outside of modules."""
+
+    def __init__(self, make_head: Callable[[nn.Parameter], Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = make_head(self.embedding.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make_head_with_list(weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
+    kept = [weight]
+    return lambda x: x @ kept[0].t()
+
+
+HEADS: dict[str, Callable[[nn.Parameter], Callable[[Tensor], Tensor]]] = {
+    "list": make_head_with_list,
+    "partial": lambda weight: functools.partial(F.linear, weight=weight),
+    "closure": lambda weight: lambda x: F.linear(x, weight),
+}
+
+
+@pytest.mark.guarantees("kept-parameters")
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_keeps_another_modules_weight_is_refused_by_name(kind: str) -> None:
+    def run() -> None:
+        parallelize(TiedHead(HEADS[kind]))(torch.arange(4))
+
+    with raises_on_all_ranks(RuntimeError, r"keep parameters: embedding\.weight\..*self\.head\.weight = "):
+        run_ranks(run, 2)
+
+
+class KeptByStage(pl.LightningModule):
+    def __init__(self, keep: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = make_causal_lm(GPT2)
+        self.kept = keep(self.model.transformer.h[0].mlp.c_fc.weight)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch).logits
+
+
+def shard_into_stages(keep: Callable[[nn.Parameter], Any]) -> KeptByStage:
+    config = FSDP2Config()
+    mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
+    return FSDP2Manager(config, mesh).parallelize(KeptByStage(keep))
+
+
+def test_ids_select_the_parameters_of_the_own_pipeline_stage() -> None:
+    def run() -> list[str]:
+        module = shard_into_stages(lambda p: {id(p)})
+        return [name for name, parameter in module.named_parameters() if id(parameter) in module.kept]
+
+    assert run_ranks(run, 2) == [["model.transformer.h.0.mlp.c_fc.weight"], []]
+
+
+def test_parameters_of_one_pipeline_stage_are_named_on_all() -> None:
+    with raises_on_all_ranks(ValueError, r"model\.transformer\.h\.0\.mlp\.c_fc\.weight, which only some pipeline"):
+        run_ranks(lambda: shard_into_stages(lambda p: [p]), 2)
 
 
 def test_a_thousand_parameters_take_little_time() -> None:

@@ -62,6 +62,11 @@ def get_optional_remedy(
             " the model and use its loss, or compute the loss from this rank's labels or from gathered logits, as"
             " docs/context_parallel.md shows."
         )
+    if "is a view and its base or another view of its base has been modified inplace" in str(exception):
+        return (
+            "Under tensor parallelism, the forward of a layer computes with views of its weights. If it changes a"
+            " weight in place, change it between steps instead, as in `on_train_batch_start`, or use tp_size=1."
+        )
     if "setStorage" in str(exception) and "storage of size 0" in str(exception):
         return (
             "The backward needs weights that were freed after their forward. One possible cause is a gradient of a"

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_fsdp2.strategies.launch import remedies
 from lightning_fsdp2.strategies.launch.remedies import add_remedy, get_optional_remedy, is_raised_in
 
+VIEW = "Output 0 of _ToTorchTensor is a view and its base or another view of its base has been modified inplace."
 FREED = "setStorage: sizes [8], strides [1], and itemsize 4 are out of bounds for storage of size {}"
 
 
@@ -116,6 +117,7 @@ def test_a_loss_of_a_part_of_the_sequence_has_a_remedy_under_context_parallelism
     ("exception", "hosts", "remedy"),
     [
         (RuntimeError("aten.mm.default: got mixed torch.Tensor and DTensor"), [], "unshard_fsdp2_model"),
+        (RuntimeError(VIEW), [], "Under tensor parallelism"),
         (RuntimeError(FREED.format(0)), [], "no second-order gradients"),
         (RuntimeError(FREED.format(16)), [], None),
         (RuntimeError("the storage of size 0 is empty"), [], None),
