@@ -59,6 +59,8 @@ def find_files(
         raise FileNotFoundError(f"{option}={path!r} is empty; name a file, a directory, a glob or {PYTHON_STDLIB!r}.")
     if len(files) > 1:
         rank_zero_info(f"{option}: {_count_endings(files)}")
+    if repeated := [file for file, count in Counter(files).items() if count > 1]:
+        rank_zero_info(f"{option}: {len(repeated)} files are read more than once, such as {repeated[0]!r}.")
     return files
 
 
@@ -86,6 +88,11 @@ def _name_other_sources(suffixes: tuple[str, ...], option: str) -> str:
 def _find_files_of_directory(directory: Path, suffixes: tuple[str, ...], option: str) -> list[Path]:
     every_file = _walk(directory, leave_out=lambda name: name.startswith("."))
     files = [file for file in every_file if remove_compression(file.name).endswith(suffixes)]
+    if broken := [str(file) for file in files if not file.exists()]:
+        raise FileNotFoundError(
+            f"{option}={str(directory)!r} has {len(broken)} link(s) to files that do not exist, such as {broken[0]!r};"
+            " fetch what they point to, or delete them."
+        )
     if not files:
         raise FileNotFoundError(
             f"{option}={str(directory)!r} is a directory without a file that ends in one of suffixes={list(suffixes)}; "
@@ -105,12 +112,24 @@ def _find_stdlib_files() -> list[Path]:
 
 
 def _walk(directory: Path, *, leave_out: Callable[[str], bool]) -> list[Path]:
-    """List the files below a directory, sorted. Skip files and folders if ``leave_out(name)`` is True."""
+    """List the files below a directory, sorted, and links to what does not exist, but no pipes and no devices.
+
+    Skip files and folders if ``leave_out(name)`` is True.
+    """
     files: list[Path] = []
-    for folder, subfolders, names in os.walk(directory):
-        subfolders[:] = [name for name in subfolders if not leave_out(name)]
-        files += [Path(folder, name) for name in names if not leave_out(name)]
-    return sorted(filter(Path.is_file, files))  # pipes and devices may never end
+    folders = [directory]
+    while folders:
+        with os.scandir(
+            folders.pop()
+        ) as entries:  # which knows the kind of a file without asking the file system again
+            for entry in entries:
+                if leave_out(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
+                    files.append(Path(entry.path))
+    return sorted(files)
 
 
 def _count_endings(files: Sequence[str | Path]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import itertools
 import json
 import logging
 import os
@@ -286,8 +287,8 @@ def _is_string(feature: Any) -> bool:
 
 
 def _describe_first_without_text(documents: Dataset | IterableDataset, column: str) -> str:
-    """Name the type of the first value that is neither a string nor missing, its value and its row."""
-    values = ((number, row[column]) for number, row in enumerate(documents, 1))
+    """Name the type of one of the first values that is neither a string nor missing, its value and its row."""
+    values = ((number, row[column]) for number, row in enumerate(itertools.islice(documents, 1000), 1))
     for number, value in values:
         if value is not None and not isinstance(value, str):
             return f"values such as {str(value)[:60]!r} in row {number} ({type(value).__name__})"

@@ -46,9 +46,25 @@ def test_file_and_glob_are_taken_whatever_their_suffix(tree):
     assert names(find_files(str(tree / "**" / "*.p*")), tree) == ["code/deep/y.py", "code/z.py", "image.png"]
 
 
-def test_list_keeps_its_order_and_repeats_what_it_repeats(tree):
-    files = find_files([str(tree / "code"), str(tree / "b.txt"), str(tree / "b.txt")])
+def test_list_keeps_its_order_and_repeats_what_it_repeats(tree, caplog):
+    with caplog.at_level(logging.INFO):
+        files = find_files([str(tree / "code"), str(tree / "b.txt"), str(tree / "b.txt")])
     assert names(files, tree) == ["code/deep/y.py", "code/z.py", "b.txt", "b.txt"]
+    assert f"path: 1 files are read more than once, such as {str(tree / 'b.txt')!r}" in caplog.text
+
+
+def test_links_are_followed_and_those_to_nothing_are_refused_by_name(tmp_path):
+    folder, target = tmp_path / "texts", tmp_path / "elsewhere.md"
+    folder.mkdir()
+    target.write_text("text")
+    (folder / "c.md").symlink_to(target)
+    os.mkfifo(folder / "pipe.md")  # which would be waited for
+    assert names(find_files(str(folder), [".md"]), folder) == ["c.md"]
+    target.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"has 1 link\(s\) to files that do not exist, such as '.*/c\.md'; fetch"
+    ):
+        find_files(str(folder), [".md"])
 
 
 def test_relative_path_and_home_directory_become_absolute(tree, monkeypatch):

@@ -51,10 +51,14 @@ def apply_fully_shard(
     """
     owners = get_parameter_owners(model)
     ignored = set(model.parameters()) - set(owners)  # parameters that metrics hold
-    for parameter in owners:
-        if not isinstance(parameter, DTensor):
-            # FSDP2 shards contiguous weights only, not those of a convolution in `torch.channels_last`, for one
-            parameter.data = parameter.data.contiguous()
+    # FSDP2 shards contiguous weights only, not those of a convolution in `torch.channels_last`, for one
+    if rearranged := [p for p in owners if not isinstance(p, DTensor) and not p.is_contiguous()]:
+        logger.info(
+            "%d weights lose their memory format (`torch.channels_last`), because FSDP2 shards contiguous weights only.",
+            len(rearranged),
+        )
+    for parameter in rearranged:
+        parameter.data = parameter.data.contiguous()
     units = list(units)
     for module in (module for unit in units for module in unit.modules):
         _check_class(type(module))
