@@ -52,9 +52,10 @@ def apply_fully_shard(
     owners = get_parameter_owners(model)
     ignored = set(model.parameters()) - set(owners)  # parameters that metrics hold
     # FSDP2 shards contiguous weights only, not those of a convolution in `torch.channels_last`, for one
-    if rearranged := [p for p in owners if not isinstance(p, DTensor) and not p.is_contiguous()]:
+    rearranged = [p for p in owners if not isinstance(p, DTensor) and not p.is_contiguous()]
+    if rearranged:
         logger.info(
-            "%d weights lose their memory format (`torch.channels_last`), because FSDP2 shards contiguous weights only.",
+            "%d weights become contiguous, because FSDP2 shards no others; `torch.channels_last` is lost.",
             len(rearranged),
         )
     for parameter in rearranged:
