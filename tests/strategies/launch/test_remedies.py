@@ -69,6 +69,12 @@ def fail_in_step() -> None:
     FailingStep(torch.nn.Linear(1, 1).parameters()).step()
 
 
+def fail_in_hook_of_backward() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: raise_mixed())
+    weight.sum().backward()
+
+
 def fail_in_loss() -> None:
     def nll_loss(*args: Any, **options: Any) -> None:
         raise_mixed()
@@ -98,6 +104,7 @@ def fail_to_clip() -> None:
         (fail_in_step, r"The step of FailingStep mixes"),
         (FailingForward(), r"unshard_fsdp2_model"),
         (lambda: call_in_hook(FailingForward()), r"unshard_fsdp2_model"),
+        (fail_in_hook_of_backward, r"unshard_fsdp2_model"),
         (fail_in_loss, r"loss_parallel=False"),
         (fail_to_clip, r"lightning_fsdp2\.clip_grad_norm_"),
     ],
