@@ -45,4 +45,6 @@ class _FreedParameter(Tensor):
 
 
 def _refuse_use(name: str) -> Tensor:
-    return torch.empty(0).as_subclass(type("FreedParameter", (_FreedParameter,), {"parameter": name}))
+    """Return a tensor of which every use is an error that names the parameter ``name``."""
+    kind: Any = type("FreedParameter", (_FreedParameter,), {"parameter": name})
+    return torch.empty(0).as_subclass(kind)
