@@ -10,7 +10,7 @@ import itertools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -57,7 +57,7 @@ def find_kept_parameters(root: nn.Module) -> list[KeptParameter]:
     """Find the objects outside of modules that hold parameters of ``root``, or their ids.
 
     Reference counts tell which parameters are held by modules only. For the others, the objects of the process are
-    searched, once for each object that holds some. Sets, lists and keys of dicts are also searched for ids (``id(p)``).
+    searched, once for each object that holds some. Sets, lists and dicts are also searched for ids (``id(p)``).
 
     Raises:
         ValueError: If an object cannot be changed afterwards. The message names it, and the parameter.
@@ -67,7 +67,8 @@ def find_kept_parameters(root: nn.Module) -> list[KeptParameter]:
     owners = {id(module._parameters[attribute]): (module, attribute) for module, attribute in reversed(slots)}
     found = [(holder, key, False) for holder, key in _find_holders(root, slots, owners)]
     for holder in _find_holders_of_numbers(root):
-        ids = {number for number in holder if type(number) is int and number in owners}
+        numbers = itertools.chain(holder, holder.values()) if isinstance(holder, dict) else holder
+        ids = {number for number in numbers if type(number) is int and number in owners}
         found += [(holder, number, True) for number in ids if holder is not owners]
     kept = []
     for holder, key, is_number in found:
@@ -95,13 +96,20 @@ def check_on_all_stages(kept: Iterable[KeptParameter], stages: Stages) -> None:
             )
 
 
-def replace_kept_parameters(kept: Iterable[KeptParameter]) -> None:
-    """Put the parameters that modules have now in the place of those that :func:`find_kept_parameters` has found."""
+def replace_kept_parameters(
+    kept: Iterable[KeptParameter], choose: Callable[[KeptParameter, nn.Parameter], Any] = lambda place, new: new
+) -> None:
+    """Put the parameters that modules have now in the place of those that :func:`find_kept_parameters` has found.
+
+    Args:
+        kept: What was found.
+        choose: Function that gets a kept parameter and the one that its module has now, and returns what the object
+            shall hold. Ids are always replaced with those of the parameters that modules have now.
+    """
     for place in kept:
         new: Any = place.module._parameters.get(place.attribute)
-        if place.is_id:  # no object has the id 0, which stands for a parameter of another pipeline stage
-            new = 0 if new is None else id(new)
-        _replace(place.holder, place.old, new)
+        new_id = 0 if new is None else id(new)  # no object has the id 0; another pipeline stage has the parameter
+        _replace(place.holder, place.old, new_id if place.is_id else choose(place, new))
 
 
 def _find_holders(root: nn.Module, slots: list[_Slot], owners: dict[int, _Slot]) -> list[tuple[Any, int]]:
@@ -144,8 +152,10 @@ def _find_holders_of_numbers(root: nn.Module) -> Iterator[Any]:
     """
     attributes = [value for module in root.modules() for value in vars(module).values() if not gc.is_tracked(value)]
     for holder in itertools.chain(gc.get_objects(), attributes):
-        if type(holder) in (set, frozenset, list, dict) and holder and type(next(iter(holder))) is int:
-            yield holder
+        if type(holder) in (set, frozenset, list, dict) and holder:
+            firsts = next(iter(holder.items())) if type(holder) is dict else (next(iter(holder)),)
+            if int in map(type, firsts):
+                yield holder
 
 
 def _check_changeable(holder: Any, old: Any, name: str) -> None:

@@ -15,7 +15,7 @@ from helpers.models import GPT2, make_causal_lm
 from helpers.ranks import raises_on_all_ranks, run_ranks
 from torch import Tensor, nn
 
-from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2 import DDPConfig, DDPManager, FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.modules.kept_parameters import find_kept_parameters
 from lightning_fsdp2.ranks.whole_tensors import gather
 
@@ -46,6 +46,7 @@ PLACES: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], Any]]] = 
     "id": (lambda p: {id(p), 1}, lambda kept: kept),
     "ids as keys": (lambda p: {id(p): "weight"}, lambda kept: set(kept)),
     "ids in a list": (lambda p: [*map(id, [p])], lambda kept: set(kept)),
+    "ids as values": (lambda p: {"weight": id(p)}, lambda kept: set(kept.values())),
 }
 
 
@@ -77,6 +78,21 @@ def test_parameters_kept_elsewhere_are_replaced_with_those_of_the_module() -> No
 def test_places_that_cannot_change_are_named(keep: Callable[[nn.Parameter], Any]) -> None:
     with raises_on_all_ranks(ValueError, r"frozenset.*layers\.0\.weight"):
         run_ranks(lambda: parallelize(Keeping(keep)), 2)
+
+
+@pytest.mark.parametrize("place", ["list", "id"])
+def test_parameters_that_ddp_materialises_are_replaced(place: str) -> None:
+    def run() -> None:
+        keep, read = PLACES[place]
+        with torch.device("meta"):
+            model = Keeping(keep)
+        config = DDPConfig()
+        DDPManager(config, create_device_mesh(config, device_type="cpu")).parallelize(model)
+        weight, found = model.layers[0].weight, read(model.kept)
+        assert not weight.is_meta
+        assert (id(weight) in found) if isinstance(found, set) else found is weight
+
+    run_ranks(run, 1)
 
 
 def test_a_penalty_on_kept_parameters_has_the_gradients_of_one_process() -> None:
