@@ -141,9 +141,14 @@ def load_without_code(auto_class: str, source: str | Path, **options: Any) -> An
     try:
         return getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=False, **options)
     except ValueError as error:
-        if "trust_remote_code" not in str(error):
+        is_unknown = "does not recognize this architecture" in str(error)
+        if "trust_remote_code" not in str(error) and not (is_unknown and _has_own_code(Path(source))):
             raise
         raise ValueError(_refuse_code(str(source))) from None
+
+
+def _has_own_code(folder: Path) -> bool:
+    return '"auto_map"' in (folder / "config.json").read_text() if (folder / "config.json").is_file() else False
 
 
 def build_without_code(auto_class: Any, config: Any, **options: Any) -> Any:

@@ -211,13 +211,15 @@ def _check_length(length: int, file: str, number: int) -> None:
 
 
 def refuse_unreadable_files(files: Sequence[str]) -> None:
-    """Refuse files that stand in place of others, and files that no installed package can decompress.
+    """Refuse files that may not be read, that stand in place of others, or that no installed package can decompress.
 
     Raises:
-        ValueError: When a file is a Git LFS pointer.
+        ValueError: When this user may not read a file, or it is a Git LFS pointer.
         ModuleNotFoundError: When a file is compressed with zstd, and ``zstandard`` is not installed.
     """
     for file in files:
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{file!r} may not be read (Permission denied); let this user read it, or leave it out.")
         if is_lfs_pointer(file):
             raise ValueError(f"{file!r} is {LFS_POINTER}.")
         if file.endswith(".zst") and find_spec("zstandard") is None:

@@ -138,6 +138,13 @@ def test_compressed_file_is_opened_decompressed(tmp_path):
         assert content.read() == b"content"
 
 
+def test_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=r"a.txt' may not be read \(Permission denied\); let this user read it"):
+        refuse_unreadable_files([str(tmp_path / "a.txt")])
+
+
 def test_pointers_and_files_that_nothing_can_decompress_are_refused_by_name(tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
