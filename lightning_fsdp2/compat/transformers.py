@@ -180,13 +180,19 @@ def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
     return model_class._from_config(config, **options)
 
 
+_MADE_IN_FLOAT32 = {"hunyuan_v1_moe": ("gate.wg.weight",)}
+"""Weights of routers that a constructor makes in float32, whatever the model's dtype, by ``model_type``. The lists of
+transformers lack them, up to 5.24."""
+
+
 def get_dtype_exceptions(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return which tensors get a dtype other than ``dtype`` when ``model`` is loaded in ``dtype``.
 
     The keys are patterns of tensor names, and the values are the dtypes of these tensors.
     """
     exceptions: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
-    return exceptions
+    made = _MADE_IN_FLOAT32.get(model.config.model_type, ())
+    return {**exceptions, **dict.fromkeys(made, torch.float32)}
 
 
 def get_keys_left_out_on_save(model: Any) -> Iterable[str]:

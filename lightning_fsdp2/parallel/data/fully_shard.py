@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -294,6 +295,8 @@ def _shard_unit(
         shard_placement_fn=partial(get_placement, ranks=get_shard_size(mesh)),
     )
     watch_gradients(cast(FSDPModule, unit.modules[0]))  # all modules of a unit have the same parameter groups
+    if unit.reader is not None:
+        unit.reader.register_forward_pre_hook(partial(_gather, unit.modules[0]))
     for module in unit.modules:
         _keep_class_name(module)
     for (module, name), values in attributes.items():
@@ -302,6 +305,11 @@ def _shard_unit(
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
     if unit.gradient_divisor is not None:
         _set_gradient_divisor(cast(FSDPModule, unit.modules[0]), unit.gradient_divisor, get_shard_size(mesh))
+
+
+@torch.compiler.disable
+def _gather(unit: Any, *_: Any) -> None:
+    unit.unshard()
 
 
 def _set_gradient_divisor(module: FSDPModule, divisor: int, ranks: int) -> None:
