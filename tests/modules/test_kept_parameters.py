@@ -1,10 +1,13 @@
 """Parameters that are kept in dicts, lists, partials and closures are those of the module after sharding."""
 
 import functools
+import gc
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -50,6 +53,24 @@ PLACES: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], Any]]] = 
 }
 
 
+class Pair(NamedTuple):
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+
+TWO_PLACES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda *two: two, list),
+    "named tuple": (Pair, list),
+    "tuple in a tuple": (lambda p, q: ((p,), (1, (q,))), lambda kept: [kept[0][0], kept[1][1][0]]),
+    "pairs": (lambda *two: [two], lambda kept: [*kept[0]]),
+    "arguments of a partial": (functools.partial(functools.partial, print), lambda kept: [*kept.args]),
+    "defaults": (lambda p, q: lambda first=p, second=q: [first, second], lambda kept: kept()),
+    "dict": (lambda p, q: {"p": p, "q": (q, p)}, lambda kept: [kept["p"], kept["q"][0]]),
+    "deque": (lambda *two: deque(two), list),
+}
+"""Objects that hold two parameters."""
+
+
 class Keeping(nn.Module):
     def __init__(self, keep: Callable[[nn.Parameter], Any]) -> None:
         super().__init__()
@@ -71,6 +92,76 @@ def test_parameters_kept_elsewhere_are_replaced_with_those_of_the_module() -> No
             assert (id(weight) in found) if isinstance(found, set) else found is weight, name
 
     run_ranks(run, 2)
+
+
+@pytest.mark.guarantees("kept-parameters")
+def test_objects_that_keep_two_parameters_get_both() -> None:
+    def run() -> None:
+        for name, (keep, read) in TWO_PLACES.items():
+            module = nn.Sequential(nn.Linear(4, 4))
+            module.kept = keep(module[0].weight, module[0].bias)
+            model = parallelize(module)
+            assert [*map(id, read(model.kept))] == [id(model[0].weight), id(model[0].bias)], name
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.guarantees("kept-parameters")
+def test_a_class_that_keeps_a_parameter_gets_the_new_one() -> None:
+    """Python remembers attributes of classes, so a change of the class's dict is not enough."""
+
+    def run() -> None:
+        class Registry:
+            weight: Tensor | None = None
+
+        module = Keeping(lambda p: None)
+        Registry.weight = module.layers[0].weight
+        read = lambda: Registry.weight  # noqa: E731
+        for _ in range(100):
+            read()
+        model = parallelize(module)
+        assert read() is model.layers[0].weight
+
+    run_ranks(run, 2)
+
+
+def test_a_loop_that_is_not_over_is_no_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    loop = enumerate(model.parameters())
+    next(loop)
+    find_kept_parameters(model)
+
+
+@pytest.mark.guarantees("kept-parameters")
+def test_a_cache_that_keeps_a_parameter_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    @functools.lru_cache
+    def find_weight() -> Tensor:
+        return model[0].weight
+
+    find_weight()
+    with pytest.raises(ValueError, match=r"find_weight \(a _lru_cache_wrapper\) refers to the parameter 0\.weight"):
+        find_kept_parameters(model)
+
+
+def test_a_dict_that_a_thread_changes_is_no_error() -> None:
+    numbers: dict[int, None] = dict.fromkeys(range(2**33, 2**33 + 10_000))
+    ends = threading.Event()
+
+    def change() -> None:
+        while not ends.is_set():
+            numbers[2**34] = None
+            del numbers[2**34]
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert not find_kept_parameters(nn.Linear(2, 2))
+    finally:
+        ends.set()
+        thread.join()
 
 
 @pytest.mark.guarantees("kept-parameters")
@@ -201,3 +292,13 @@ def test_a_thousand_parameters_take_little_time() -> None:
     assert len(find_kept_parameters(model)) == len(kept) * 1000
     assert nothing < 2
     assert time.perf_counter() - start < 5
+
+
+def test_as_many_objects_as_parameters_take_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(100))
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    searches = []
+    get_objects = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: searches.append(None) or get_objects())
+    assert len(find_kept_parameters(model)) == len(groups)
+    assert len(searches) == 2  # for parameters, and for their ids
