@@ -14,7 +14,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("installed", "warns"), [("5.17.0", False), ("5.24.3", False), ("5.25.0.dev0", True), ("6.0.0", True)]
+    ("installed", "warns"),
+    [
+        ("5.17.0", False),
+        ("5.24.3", False),
+        ("5.24rc1", False),
+        ("5", False),
+        ("no version", False),
+        ("5.25.0.dev0", True),
+        ("5.25rc1", True),
+        ("6.0.0", True),
+        ("6", True),
+    ],
 )
 def test_only_a_newer_version_is_warned_of(installed: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     with (
