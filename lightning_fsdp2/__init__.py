@@ -6,9 +6,9 @@ need torch start without it.
 
 from lazy_loader import attach_stub
 
-from lightning_fsdp2._moved import keep_moved_paths
-from lightning_fsdp2._registry import register_with_lightning
-from lightning_fsdp2.compat.versions import warn_of_newer_transformers
+from lightning_fsdp2.startup.moved import keep_moved_paths
+from lightning_fsdp2.startup.registry import register_with_lightning
+from lightning_fsdp2.startup.versions import warn_of_newer_transformers
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -6,17 +6,31 @@ from collections.abc import Sequence
 HIDDEN = "hidden"
 """Text that is shown instead of a secret."""
 
-_SECRET_WORDS = r"token|secret|password|passwd|pass|pwd|passphrase|credential|auth|authorization|cookie|apikey|dsn|sas"
+_SECRET_WORDS = r"secrets?|passwords?|passwd|pass|pwd|passphrase|credentials?|auth|authorization|cookies?|dsn|sas"
 
-_SECRET_NAME = re.compile(rf"(^|[_-])({_SECRET_WORDS}|key)s?$|(token|secret|password|passwd|apikey)s?$", re.IGNORECASE)
+_SECRET_KEYS = r"(api|access|account|auth|client|encryption|license|master|private|secret|service|signing|ssh|storage)"
+
+_SECRET_NAME = re.compile(
+    rf"(^|[_-])({_SECRET_WORDS}|token)$|(secret|password|passwd|token)$|(^|[_-]){_SECRET_KEYS}[_-]?keys?$",
+    re.IGNORECASE,
+)
 """Names of options that hold secrets, such as ``api_key``, ``hf-token`` and ``db_pass``, with words split by ``_``."""
+
+_TOKEN_OF_TEXT = re.compile(
+    r"(^|[_-])(bos|eos|pad|unk|mask|cls|sep|start|end|stop|special|prefix|middle|suffix|image|audio|video|vision|tool|"
+    r"bo[ais]|eo[ais])_?token$",
+    re.IGNORECASE,
+)
+"""Names of options that hold a tokenizer's token."""
 
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """Where a word begins in a name such as ``secretKey``."""
 
-# a password may have any character but a space or a quote, and ends at the last `@`
+# A password may have any character but a space or a quote, and ends at the last `@`. Without one, what comes before the
+# `@` is a user only up to the first `/`: a path may have an `@`, as those of the Hub have before a revision.
 _SECRET_IN_URL = re.compile(
-    r"""(?<=://)[^\s"'?#]*@|(?<=\?)[^\s"']*(?:sig|key|token|credential|secret|passw|pwd|auth)[^\s"']*""", re.IGNORECASE
+    r"""(?<=://)[^\s"'?#/:@]*:(?!\d+/)[^\s"'?#]*@|(?<=://)[^\s"'?#/@]*@|(?<=\?)[^\s"']*(?:sig|key|token|credential|secret|passw|pwd|auth)[^\s"']*""",
+    re.IGNORECASE,
 )
 
 
@@ -41,4 +55,5 @@ def hide_arguments(arguments: Sequence[str]) -> list[str]:
 
 def is_secret(name: str) -> bool:
     """Return whether an option called ``name`` probably contains a secret."""
-    return _SECRET_NAME.search(_HUMP.sub("_", name)) is not None
+    words = _HUMP.sub("_", name)
+    return _SECRET_NAME.search(words) is not None and _TOKEN_OF_TEXT.search(words) is None

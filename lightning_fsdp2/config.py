@@ -18,8 +18,8 @@ from torch.distributed import Backend
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_fsdp2._cli_types import register_cli_types
 from lightning_fsdp2._suggestions import DTYPES, suggest, with_suggestions
+from lightning_fsdp2.startup.cli_types import register_cli_types
 
 __all__ = [
     "ActivationCheckpointing",

@@ -15,16 +15,15 @@ PACKAGE = Path(lightning_fsdp2.__file__).parent
 
 FLOORS = (
     {
-        "_cli_types",
-        "_moved",
+        "_git_lfs",
         "_refusals",
-        "_registry",
         "_secrets",
         "_suggestions",
         "_untrusted",
         "labels",
         "compat",
         "sizes",
+        "startup",
     },
     {"config"},
     {"mesh", "data", "schedulers"},

@@ -15,6 +15,8 @@ from helpers.family_parity import (
 from helpers.ranks import RankError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tools.parity_matrix import IMAGES, TEXT
+
 FAST = ("gemma2", "phi3", "bloom", "gpt_oss", "deepseek_v3")
 """Those that `make test` trains, on two ranks."""
 
@@ -72,3 +74,7 @@ def test_a_family_trains_as_in_one_process(family: str) -> None:
 def test_no_family_with_a_plan_is_forgotten() -> None:
     with_plan = {family for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if has_plan(family)}
     assert with_plan - set(NOT_BUILT) <= set(FAMILIES)
+
+
+def test_results_are_kept_by_the_files_that_decide_them() -> None:
+    assert len({TEXT.get_key(), IMAGES.get_key()}) == 2

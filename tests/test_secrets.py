@@ -20,7 +20,12 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["eos_token_id", "tokenizer", "passes", "compass", "author", "keyword", "num_tokens_seen"]
+    "name",
+    [
+        *("eos_token_id", "tokenizer", "passes", "compass", "author", "keyword", "num_tokens_seen"),
+        *("eos_token", "pad_token", "image_token", "max_tokens", "label_key", "image_key", "sort_key", "monitor_key"),
+        *("key", "keys", "padToken", "fim_prefix_token"),
+    ],
 )
 def test_names_of_other_options(name: str) -> None:
     assert not is_secret(name)
@@ -41,6 +46,20 @@ def test_names_of_other_options(name: str) -> None:
 def test_secrets_in_urls(url: str) -> None:
     assert not re.search("s3|cret", hide_secrets(url).replace("s3://host", ""))
     assert "host/x" in hide_secrets(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hf://datasets/me/ds@main/train.jsonl",
+        "s3://bucket/run@3/ckpt",
+        "http://host:8080/run@3/x",
+        "file:///data/a@b/c",
+        "/data/a@b/c",
+    ],
+)
+def test_a_path_may_have_an_at(url: str) -> None:
+    assert hide_secrets(url) == url
 
 
 @pytest.mark.parametrize(

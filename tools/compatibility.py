@@ -99,10 +99,13 @@ DIFFERENCES = (
     ),
     Difference(
         "random numbers after `seed_everything`",
-        "iterators of loaders draw their seed from the global generator",
-        "iterators have their own generator: the same seed gives other dropout masks, and another order for a loader"
-        " with `shuffle=True` and `use_distributed_sampler=False`",
-        "a resumed run draws the same numbers as an uninterrupted one",
+        "all ranks draw the same dropout masks, noise and timesteps; iterators of loaders draw their seed from the"
+        " global generator",
+        'in training, each data parallel rank draws its own, unless `random_numbers="shared"`; what orders samples is'
+        " shared, and iterators have their own generator. So the same seed gives other dropout masks, and another order"
+        " for a loader with `shuffle=True` and `use_distributed_sampler=False`",
+        "ranks that read different data need different masks, and a resumed run draws the same numbers as an"
+        " uninterrupted one",
     ),
     Difference(
         "`trainer.callbacks` during a run, reports of profilers",

@@ -64,7 +64,7 @@ class Matrix:
 
     def get_key(self) -> str:
         """Return a hash of all files that affect a number of this matrix."""
-        return get_key(find_reach(Path(inspect.getfile(self.measure))) | {Path(__file__)})
+        return get_key({*find_reach(Path(inspect.getfile(self.measure))), Path(__file__)})
 
 
 ABOUT_TEXT = [

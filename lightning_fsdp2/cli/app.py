@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 from jsonargparse import set_parsing_settings
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.callbacks import ModelSummary as LightningModelSummary
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+import lightning_fsdp2.schedulers  # noqa: F401 - a config can name the imported ones without their path
 from lightning_fsdp2._refusals import (
     get_message,
     get_message_of_cause,
@@ -23,7 +24,6 @@ from lightning_fsdp2._refusals import (
     is_mistake,
     is_of_package,
 )
-from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.callbacks.model_summary import ModelSummary
 from lightning_fsdp2.callbacks.progress_bar import TrainingProgressBar
 from lightning_fsdp2.cli.commands import READ_CONFIG, SUMMARIES
@@ -35,6 +35,7 @@ from lightning_fsdp2.cli.quiet import leave_out_noise
 from lightning_fsdp2.cli.run_parser import RunParser
 from lightning_fsdp2.cli.without_run import WITHOUT_RUN, CLITrainer, leave_run_out, set_world, without_infos
 from lightning_fsdp2.compat.argparse import get_option, get_subcommands, list_flags, move_last_group_up, set_summaries
+from lightning_fsdp2.startup.registry import STRATEGIES
 from lightning_fsdp2.strategies.precision import ShardedPrecision
 
 __all__ = ["FSDP2CLI"]
@@ -78,6 +79,21 @@ def run(args: Sequence[str] | None) -> None:
     FSDP2CLI(None if args is None else list(args))
 
 
+class SaveConfig(SaveConfigCallback):
+    """Callback of LightningCLI that writes config.yaml beside the logs, with errors that name the folder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        try:
+            super().setup(trainer, pl_module, stage)
+        except OSError as error:
+            folder = trainer.default_root_dir if trainer.logger is None else trainer.logger.save_dir
+            raise ValueError(
+                f"config.yaml cannot be written to {folder!r}: {error.strerror or error}. Free some space there, let"
+                " this user write there, or set another folder: the save_dir of the logger, or, without a logger,"
+                " trainer.default_root_dir."
+            ) from error
+
+
 class FSDP2CLI(LightningCLI):
     """LightningCLI for any model and data module, both given by ``class_path``.
 
@@ -93,6 +109,7 @@ class FSDP2CLI(LightningCLI):
     def __init__(self, args: ArgsType = None, *, run: bool = True) -> None:
         commands = {name: {"description": SUMMARIES[name], "usage": USAGES[name]} for name in READ_CONFIG}
         super().__init__(
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             trainer_class=CLITrainer,
             parser_kwargs={"description": _DESCRIPTION, **(commands if run else {})},

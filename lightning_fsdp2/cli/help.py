@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from textwrap import fill
 from typing import get_args
 
-from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.cli.commands import COMMANDS, READ_CONFIG, SUMMARIES, ExportDtype
 from lightning_fsdp2.cli.completion import CLASSES, SHELLS
+from lightning_fsdp2.startup.registry import STRATEGIES
 
 
 def _describe(names: Iterable[str], *others: str) -> str:

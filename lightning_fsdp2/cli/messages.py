@@ -172,8 +172,10 @@ def _describe_classes(types: str, *, is_mapping: bool) -> list[str]:
         if is_dataclass(kind):
             words.append(f"a mapping of options of {name}: {', '.join(field.name for field in fields(kind))}")
         elif not is_mapping:
-            examples = sorted({each.__name__ for each in _walk_subclasses(kind)})
-            such_as = f" (such as {', '.join(examples)})" if 0 < len(examples) <= _MOST_CLASSES else ""
+            subclasses = {each.__name__: each for each in _walk_subclasses(kind)}
+            if len(subclasses) > _MOST_CLASSES:
+                subclasses = {_get_path(each): each for each in subclasses.values() if _is_of_package(each)}
+            such_as = f" (such as {', '.join(sorted(subclasses))})" if 0 < len(subclasses) <= _MOST_CLASSES else ""
             words.append(f"the class path of {'an' if name[0] in 'AEIOU' else 'a'} {name}{such_as}")
     if is_mapping and not words:
         return ["a mapping of class_path and init_args, with the options under init_args"]
@@ -190,10 +192,19 @@ def _find_classes(text: str) -> list[type]:
 
     The standard library's are no classes to choose from, but kinds of values, such as ``Iterable``.
     """
-    paths = [path.rpartition(".") for path in re.findall(r"\b[a-z]\w*(?:\.\w+)*\.[A-Z]\w*", text)]
+    results = re.sub(r"Callable\[\[.*?\], ", "", text)  # what a callable takes is not for a user to choose
+    paths = [path.rpartition(".") for path in re.findall(r"\b[a-z]\w*(?:\.\w+)*\.[A-Z]\w*", results)]
     others = [path for path in paths if path[0].partition(".")[0] not in sys.stdlib_module_names]
     found = [getattr(sys.modules.get(module), name, None) for module, _, name in others]
     return [kind for kind in dict.fromkeys(found) if isinstance(kind, type)]
+
+
+def _is_of_package(kind: type) -> bool:
+    return kind.__module__.startswith("lightning_fsdp2.")
+
+
+def _get_path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def _walk_subclasses(kind: type) -> Iterator[type]:

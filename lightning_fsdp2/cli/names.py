@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2._suggestions import find_nearest, get_remark, list_options
 from lightning_fsdp2.cli.messages import list_subclasses
 from lightning_fsdp2.cli.unique_keys import RepeatedKeyError
+from lightning_fsdp2.startup.registry import STRATEGIES
 
 _FLAG = "--trainer.strategy"
 _MODEL_DIRECTORY = re.compile(r"(?:^unrecognized arguments: |Path is not a file: ')([^-\s'][^\s']*)")

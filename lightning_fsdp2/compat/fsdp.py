@@ -6,6 +6,7 @@ Tested with torch 2.11 to 2.15.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -123,6 +124,9 @@ class GatheredWeight:
     dim: int
     """Dim of :attr:`whole` along which the ranks hold shards."""
 
+    is_replaced: bool
+    """Whether the weight has other memory than what was gathered, or its module has another parameter."""
+
 
 @dataclass
 class GatheringRanks:
@@ -179,26 +183,37 @@ def drop_changes_in_place(modules: Iterable[FSDPModule]) -> Iterator[list[str]]:
             group.is_paused = False
 
 
+_get_version = attrgetter("_version")
+
+
 class _WatchedParamGroup(FSDPParamGroup):
     """Parameter group of a unit that tells a watcher of gathered weights that were changed in place."""
 
     def watch(self, watcher: GatherWatcher) -> None:
         self.watcher = watcher
-        self.versions: list[int | None] = []
+        self.gathered: list[Tensor] = []
+        self.owners: list[Any] = []
+        self.versions: list[int] = []
         self.is_paused = False
         self.is_first = True
 
     def note_versions(self) -> None:
-        self.versions = [_get_version(parameter._unsharded_param) for parameter in self.fsdp_params]
+        """Note the version numbers of the weights, if they are gathered."""
+        weights = [(p, p._unsharded_param) for p in self.fsdp_params] if self.is_unsharded else []
+        # tensor parallel layers change the local tensor, whose changes the DTensor around it does not count
+        weights += [(p, weight._local_tensor) for p, weight in weights if isinstance(weight, DTensor)]
+        # torch does not count changes of tensors that were made in inference mode
+        self.owners = [p for p, weight in weights if not weight.is_inference()]
+        self.gathered = [weight for _, weight in weights if not weight.is_inference()]
+        self.versions = list(map(_get_version, self.gathered))
 
     def find_changed(self) -> list[Any]:
         """Return the parameters that were changed in place since the last call, or since they were gathered."""
-        if not self.is_unsharded:
+        before, self.versions = self.versions, list(map(_get_version, self.gathered))
+        if self.versions == before:
             return []
-        before = self.versions
-        self.note_versions()
-        pairs = zip(self.fsdp_params, before, self.versions, strict=True)
-        return [parameter for parameter, old, new in pairs if old != new]
+        changes = zip(self.owners, before, self.versions, strict=True)
+        return list(dict.fromkeys(parameter for parameter, old, new in changes if old != new))
 
     def post_forward(self, module: Any, input: Any, output: Any) -> Any:
         if not (self.is_paused or is_in_backward()):  # a recomputed forward is checked when its weights are freed
@@ -207,20 +222,23 @@ class _WatchedParamGroup(FSDPParamGroup):
                 self.is_first = False
                 unchanged = [parameter for parameter in self.fsdp_params if parameter not in changed]
                 self.watcher.check_first([_get_gathered(p) for p in unchanged], self._get_ranks())
+            if changed and (self._use_post_forward_mesh or not self._reshard_after_forward):
+                self._gather_again()
         return super().post_forward(module, input, output)
 
     def _to_unsharded(self) -> None:
-        is_gathered = self.is_unsharded
         super()._to_unsharded()
-        if not (is_gathered or self.is_paused):
+        if not self.gathered:
             self.note_versions()
 
     def _to_sharded(self) -> None:
         self._report()
+        self.gathered, self.versions = [], []
         super()._to_sharded()
 
     def _to_sharded_post_forward(self) -> None:
         self._report()
+        self.gathered, self.versions = [], []
         super()._to_sharded_post_forward()
 
     def _report(self) -> list[Any]:
@@ -229,6 +247,12 @@ class _WatchedParamGroup(FSDPParamGroup):
         if changed:
             self.watcher.write_back([_get_gathered(parameter) for parameter in changed], self._get_ranks())
         return changed
+
+    def _gather_again(self) -> None:
+        """Gather the changes of all ranks, since this rank's gathered copies have only its own."""
+        self._to_sharded()
+        self.unshard()
+        self.wait_for_unshard()
 
     def _get_ranks(self) -> GatheringRanks:
         info: Any = self.mesh_info
@@ -239,24 +263,20 @@ class _WatchedParamGroup(FSDPParamGroup):
         )
 
 
-def _get_version(tensor: Tensor) -> int | None:
-    if tensor.is_inference():
-        return None
-    # tensor parallel layers change the local tensor, whose changes the DTensor around it does not count
-    local = tensor._local_tensor._version if isinstance(tensor, DTensor) else 0
-    return tensor._version + local
-
-
 def _get_name(parameter: Any) -> str:
     """Return a parameter's name in the root module; before the first forward, in its own module."""
     return parameter._param_fqn or parameter._module_info.param_name
 
 
 def _get_gathered(parameter: Any) -> GatheredWeight:
-    whole, shard = parameter._unsharded_param, parameter.sharded_param
+    weight, shard, owner = parameter._unsharded_param, parameter.sharded_param, parameter._module_info
+    whole = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (whole, *parameter.all_gather_outputs)}
+    is_own = owner.module._parameters.get(owner.param_name) is weight
     return GatheredWeight(
         name=_get_name(parameter),
-        whole=(whole._local_tensor if isinstance(whole, DTensor) else whole).detach(),
+        whole=whole,
         shard=shard._local_tensor.detach(),
         dim=parameter.fsdp_placement.dim,
+        is_replaced=not is_own or (type(whole) is Tensor and len(memory) > 1),
     )

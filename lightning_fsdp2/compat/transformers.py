@@ -141,9 +141,14 @@ def load_without_code(auto_class: str, source: str | Path, **options: Any) -> An
     try:
         return getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=False, **options)
     except ValueError as error:
-        if "trust_remote_code" not in str(error):
+        is_unknown = "does not recognize this architecture" in str(error)
+        if "trust_remote_code" not in str(error) and not (is_unknown and _has_own_code(Path(source))):
             raise
         raise ValueError(_refuse_code(str(source))) from None
+
+
+def _has_own_code(folder: Path) -> bool:
+    return '"auto_map"' in (folder / "config.json").read_text() if (folder / "config.json").is_file() else False
 
 
 def build_without_code(auto_class: Any, config: Any, **options: Any) -> Any:
@@ -175,13 +180,19 @@ def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
     return model_class._from_config(config, **options)
 
 
+_MADE_IN_FLOAT32 = {"hunyuan_v1_moe": ("gate.wg.weight",)}
+"""Weights of routers that a constructor makes in float32, whatever the model's dtype, by ``model_type``. The lists of
+transformers lack them, up to 5.24."""
+
+
 def get_dtype_exceptions(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return which tensors get a dtype other than ``dtype`` when ``model`` is loaded in ``dtype``.
 
     The keys are patterns of tensor names, and the values are the dtypes of these tensors.
     """
     exceptions: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
-    return exceptions
+    made = _MADE_IN_FLOAT32.get(model.config.model_type, ())
+    return {**exceptions, **dict.fromkeys(made, torch.float32)}
 
 
 def get_keys_left_out_on_save(model: Any) -> Iterable[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class ChatDataModule(SequenceDataModule):
@@ -46,7 +46,9 @@ class ChatDataModule(SequenceDataModule):
 
     Args:
         path: A file, a directory, a glob, or a list of them. ``.jsonl`` files contain one object per line. ``.json``
-            files contain either one object per line or one list of objects. ``.parquet`` files contain rows of a table.
+            files contain either one object per line or one list of objects. ``.parquet`` files contain rows of a table,
+            and ``.csv`` files pairs of prompt and completion. Files may be compressed (``.gz``, ``.bz2``, ``.xz``,
+            ``.zst``). A path that is given twice is used twice.
         dataset: Data to use in place of ``path``: a name for ``datasets.load_dataset``, such as a dataset on the
             Hugging Face Hub, or a directory that ``save_to_disk`` wrote.
         subset: Configuration of ``dataset`` to use, if it has several.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
+import xxhash
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler
 from torch.utils.data import IterableDataset as TorchIterableDataset
@@ -138,6 +140,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     _epoch = 0
     _samples = 0
     _is_restored = False
+    _fingerprint = ""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         # This is a generator: the code below runs when the first batch is requested, after Lightning has set the epoch.
@@ -154,6 +157,15 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             self._samples += len(batch["input_ids"]) * sampler.num_replicas
             yield batch
 
+    def _get_fingerprint(self) -> str:
+        """Return a text that other data probably has not: a hash of the number of samples, the first and the last."""
+        if not self._fingerprint:
+            dataset: Any = self.dataset
+            rows = [dataset[place] for place in (0, len(dataset) - 1)] if len(dataset) else []
+            content = repr([len(dataset), *({name: row[name].tolist() for name in sorted(row)} for row in rows)])
+            self._fingerprint = xxhash.xxh3_64_hexdigest(content.encode())
+        return self._fingerprint
+
     def get_optional_restored_batches(self) -> int | None:
         """Return the number of batches, at the current batch size, that precede the restored position.
 
@@ -163,15 +175,22 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             return None
         return self._samples // ((self.batch_size or 1) * self.sampler.num_replicas)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loader has yielded."""
-        return {"epoch": self._epoch, "samples": self._samples}
+        return {"epoch": self._epoch, "samples": self._samples, "data": self._get_fingerprint()}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a position from :meth:`state_dict`.
 
         The next iteration starts at this position if it iterates over the position's epoch, and at sample 0 otherwise.
+        Warn if the position is one in other data.
         """
+        if state_dict.get("data", self._get_fingerprint()) != self._get_fingerprint():
+            rank_zero_warn(
+                f"The checkpoint was saved after {state_dict['samples']} samples of other data (the files, their"
+                " content, the tokenizer or sequence_length have changed). The run goes on after as many samples of"
+                " this data; to train on them as well, start a new run from an export of the checkpoint."
+            )
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
         self._is_restored = True
         if isinstance(self.sampler, ResumableSampler):

@@ -17,9 +17,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_fsdp2.compat.transformers import load_without_code
 from lightning_fsdp2.data.byte_tokenizer import build_byte_tokenizer
-from lightning_fsdp2.data.checks import check_minimum, check_workers
+from lightning_fsdp2.data.checks import check_minimum, check_workers, name_cache
 from lightning_fsdp2.data.loader import (
     ResumableDataLoader,
     ResumableSampler,
@@ -30,6 +29,7 @@ from lightning_fsdp2.data.loader import (
 )
 from lightning_fsdp2.data.packing import split_documents
 from lightning_fsdp2.data.sources import DatasetSplit, find_optional_source, find_source
+from lightning_fsdp2.data.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -190,13 +190,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Hugging Face tokenizer, loaded on first use."""
         if self._tokenizer_name is None:
             return build_byte_tokenizer()
-        try:
-            tokenizer: PreTrainedTokenizerBase = load_without_code("AutoTokenizer", self._tokenizer_name)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"tokenizer={self._tokenizer_name!r} is not a directory with a tokenizer, and cannot be loaded from "
-                f"the Hub: {str(error).splitlines()[0]} Check the name, the network and your login (`hf auth login`)."
-            ) from error
+        tokenizer = load_tokenizer(self._tokenizer_name)
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer={self._tokenizer_name!r} has no end-of-text token to put between documents; "
@@ -220,9 +214,10 @@ class SequenceDataModule(LightningDataModule, ABC):
                 self._load_splits()
                 self._load_test()
         except Exception as error:
+            self._failure = name_cache(error, str(self._get_cache()))
             if not self._has_other_ranks():
-                raise
-            self._failure = error  # raise the error in `setup`, which lets all ranks know and fail together
+                raise self._failure from (None if self._failure is error else error)
+            # raise the error in `setup`, which lets all ranks know and fail together
 
     @contextmanager
     def _one_node_at_a_time(self) -> Iterator[None]:
@@ -231,14 +226,18 @@ class SequenceDataModule(LightningDataModule, ABC):
         If all nodes wrote at once, every file would be complete, but the last node to finish would replace files that
         the other nodes have memory-mapped. On NFS, the other nodes would lose these files.
         """
-        from datasets import config
         from filelock import FileLock
 
         options = {name: value for name, value in sorted(vars(self).items()) if isinstance(value, _PLAIN_TYPES)}
-        cache = Path(self.cache_dir or config.HF_DATASETS_CACHE).expanduser()
+        cache = self._get_cache()
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{type(self).__name__}-{xxhash.xxh3_128_hexdigest(repr(options).encode())}.lock"):
             yield
+
+    def _get_cache(self) -> Path:
+        from datasets import config
+
+        return Path(self.cache_dir or config.HF_DATASETS_CACHE).expanduser()
 
     def setup(self, stage: str) -> None:
         """Load the packed sequences from the cache. Every process calls this method."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import glob
+import itertools
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +18,16 @@ import xxhash
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fsdp2._refusals import get_root_cause
-from lightning_fsdp2.data.files import find_files, get_kind, open_file, refuse_unreadable_files
+from lightning_fsdp2.data.files import (
+    LONGEST_LINE,
+    check_lines,
+    find_files,
+    get_kind,
+    is_compressed,
+    open_file,
+    read_lines,
+    refuse_unreadable_files,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset
@@ -151,6 +163,8 @@ def _load_files(
     readers: Any = IterableDataset if streaming else Dataset
     options = {} if streaming else {"cache_dir": cache_dir}
     refuse_unreadable_files(files)
+    if not streaming and (suspects := [file for file in files if _may_have_long_lines(file)]):
+        _check_lines_once(suspects, cache_dir)
     read_text = partial(readers.from_text, sample_by="document", encoding_errors="replace", **options)
     parts = []
     if text := [file for file in files if get_kind(file) not in _TABLES]:
@@ -163,6 +177,33 @@ def _load_files(
         if tables := [file for file in files if get_kind(file) in kinds]:
             parts.append(_select_text(_read(partial(read, **options), tables), text_column, tables[0]))
     return concatenate_datasets(parts)
+
+
+def _may_have_long_lines(file: str) -> bool:
+    # A list in `.json` may be one line, and a text is one document with any lines; their size can be seen.
+    return is_compressed(file) or (get_kind(file) in (".jsonl", *_CSV) and os.path.getsize(file) > LONGEST_LINE)
+
+
+def _check_lines_once(files: list[str], cache_dir: str | None) -> None:
+    """Refuse files with lines that are too long. The cache of ``datasets`` keeps which files have been checked."""
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError
+
+    stamps = [(file, (status := os.stat(file)).st_size, status.st_mtime_ns) for file in files]
+    features = Features({"file": Value("string")})
+    try:
+        Dataset.from_generator(_iterate_checked, features, cache_dir=cache_dir, gen_kwargs={"files": stamps})
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        log.debug("The lines of a file could not be checked; the reader says why.", exc_info=error)
+
+
+def _iterate_checked(files: list[tuple[str, int, int]]) -> Iterator[dict[str, str]]:
+    for file, _, _ in files:
+        if get_kind(file) not in _PARQUET:
+            check_lines(file)
+        yield {"file": file}
 
 
 def _read(read: Callable[[list[str]], Any], files: list[str]) -> Any:
@@ -246,8 +287,8 @@ def _is_string(feature: Any) -> bool:
 
 
 def _describe_first_without_text(documents: Dataset | IterableDataset, column: str) -> str:
-    """Name the type of the first value that is neither a string nor missing, its value and its row."""
-    values = ((number, row[column]) for number, row in enumerate(documents, 1))
+    """Name the type of one of the first values that is neither a string nor missing, its value and its row."""
+    values = ((number, row[column]) for number, row in enumerate(itertools.islice(documents, 1000), 1))
     for number, value in values:
         if value is not None and not isinstance(value, str):
             return f"values such as {str(value)[:60]!r} in row {number} ({type(value).__name__})"
@@ -357,24 +398,39 @@ def _read_all_rows(files: list[tuple[str, str]]) -> Iterator[dict[str, str]]:
         kind = get_kind(file)
         if kind in _PARQUET:
             yield from _read_table(file)
+        elif kind in _CSV:
+            yield from _read_csv(file)
         elif kind == ".json" and _is_list(file):
             yield from _read_list(file)
         else:
-            yield from _read_lines(file)
+            yield from _read_json_lines(file)
 
 
-def _read_lines(file: str) -> Iterator[dict[str, str]]:
-    with open_file(file) as lines:
-        for number, line in enumerate(lines, 1):
-            location = f"{file}, line {number}"
-            try:
-                text = line.decode("utf-8-sig").strip()
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{location}: the line is not UTF-8 ({error.reason}); convert the file to UTF-8."
-                ) from error
-            if text:
-                yield {"location": location, "text": text}
+def _read_json_lines(file: str) -> Iterator[dict[str, str]]:
+    for number, line in _read_text(file):
+        if text := line.strip():
+            yield {"location": f"{file}, line {number}", "text": text}
+
+
+def _read_csv(file: str) -> Iterator[dict[str, str]]:
+    csv.field_size_limit(LONGEST_LINE)  # the default is 128 KiB, fewer than long answers have
+    rows = csv.DictReader(line for _, line in _read_text(file))
+    try:
+        for row in rows:
+            # a row may have several lines; `line_num` is the last of them
+            yield {"location": f"{file}, line {rows.line_num}", "text": json.dumps(row, ensure_ascii=False)}
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {rows.line_num}: the line is not CSV ({error}); repair the file.") from error
+
+
+def _read_text(file: str) -> Iterator[tuple[int, str]]:
+    for number, line in read_lines(file):
+        try:
+            yield number, line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file}, line {number}: the line is not UTF-8 ({error.reason}); convert the file to UTF-8."
+            ) from error
 
 
 def _is_list(file: str) -> bool:
@@ -383,6 +439,8 @@ def _is_list(file: str) -> bool:
 
 
 def _read_list(file: str) -> Iterator[dict[str, str]]:
+    if is_compressed(file):
+        check_lines(file)
     try:
         with open_file(file) as content:
             rows = json.loads(content.read().decode("utf-8-sig"))

@@ -27,7 +27,13 @@ from lightning_fsdp2.models.hugging_face import (
     find_pretrained,
     get_optional_folder,
 )
-from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
+from lightning_fsdp2.models.language_checks import (
+    check_causal,
+    check_length,
+    check_names,
+    refuse_optimizer_of_matrices,
+    warn_of_unknown_monitors,
+)
 from lightning_fsdp2.models.lora import add_lora, build_lora_config, check_base, to_mapping
 from lightning_fsdp2.models.router_loss import RouterLoss, check_coefficient, find_router_loss, record_routing
 from lightning_fsdp2.modules.stages import get_optional_stages
@@ -56,6 +62,12 @@ logger = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
 
 LossMethod = Literal["full", "chunked"]
+
+_METRICS = (
+    *("train/loss", "train/perplexity", "train/tokens", "train/gradient_norm", "train/learning_rate"),
+    *("train/load_balance_loss", "val/loss", "val/perplexity"),
+)
+"""Names of the metrics that the module logs in a fit."""
 
 
 class CausalLM(LightningModule):
@@ -231,6 +243,8 @@ class CausalLM(LightningModule):
             hparams.update(pretrained=None, config=self.hf_config.to_dict())
 
     def setup(self, stage: str) -> None:
+        if stage == "fit":
+            warn_of_unknown_monitors(self.trainer.callbacks, _METRICS)
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(length := getattr(data, "sequence_length", None), int):
             restarts = bool(getattr(data, "separate_documents", False))
@@ -374,7 +388,12 @@ class CausalLM(LightningModule):
     # ------------------------------------------------------------------ optimizer
 
     def configure_optimizers(self) -> Any:
-        optimizer = self._optimizer(self._get_parameter_groups())
+        groups = self._get_parameter_groups()
+        try:
+            optimizer = self._optimizer(groups)
+        except ValueError as error:
+            refuse_optimizer_of_matrices(self, error)
+            raise
         _prepare_fused(optimizer)
         if self._lr_scheduler is None:
             return optimizer

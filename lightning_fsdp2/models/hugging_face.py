@@ -1,12 +1,14 @@
 """Functions that build Hugging Face models without weights, so that each rank later reads only its shards."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fsdp2._refusals import is_refusal
 from lightning_fsdp2._suggestions import suggest
 from lightning_fsdp2.compat.transformers import build_from_config, build_without_code, load_without_code
 from lightning_fsdp2.modules.structure import get_float32_tensors
@@ -145,10 +147,13 @@ def build_config(source: Mapping[str, Any] | str) -> "PretrainedConfig":
         try:
             return load_without_code("AutoConfig", source)
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"CausalLM({source!r}): this is neither a directory with a config.json nor a readable model on the"
-                f" Hub: {str(error).partition(chr(10))[0]}"
-            ) from None
+            if is_refusal(error):
+                what = ""
+            elif os.path.isfile(os.path.join(source, "config.json")):
+                what = "its config.json cannot be read: "
+            else:
+                what = "this is neither a directory with a config.json nor a readable model on the Hub: "
+            raise ValueError(f"CausalLM({source!r}): {what}{str(error).partition(chr(10))[0]}") from None
     fields = dict(source)
     model_type = fields.pop("model_type", None)
     if model_type is None:

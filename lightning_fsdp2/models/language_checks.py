@@ -1,7 +1,7 @@
 """Checks that a model and its batches are suitable for next-token prediction."""
 
 import inspect
-from collections.abc import Set
+from collections.abc import Collection, Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -10,6 +10,7 @@ from torch import nn
 from lightning_fsdp2._suggestions import find_nearest
 from lightning_fsdp2.models.trial import try_config
 from lightning_fsdp2.modules.structure import get_class, get_class_name
+from lightning_fsdp2.ranks.failures import list_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,6 +88,40 @@ def check_names(model: nn.Module, names: Set[str]) -> None:
             raise ValueError(
                 f"The batch has {name!r}, which {get_class_name(model)} would ignore. Rename it to {nearest!r},"
                 " which the batch lacks, or leave it out of the batch."
+            )
+
+
+def refuse_optimizer_of_matrices(module: nn.Module, error: ValueError) -> None:
+    """Refuse an optimizer such as ``Muon`` that takes matrices only, if ``error`` of its class says so.
+
+    Raises:
+        ValueError: When the optimizer takes matrices only. The message names the other parameters.
+    """
+    if "only supports 2D parameters" not in str(error):
+        return
+    others = [name for name, each in module.named_parameters() if each.requires_grad and each.ndim != 2]
+    raise ValueError(
+        f"optimizer: {str(error).partition(' whereas')[0]}, but the model also has {list_names(others)}. Use an"
+        " optimizer for all parameters, such as AdamW, or write a class that steps matrices with the one and all other"
+        " parameters with AdamW."
+    ) from error
+
+
+def warn_of_unknown_monitors(callbacks: Iterable[Any], names: Collection[str]) -> None:
+    """Warn of callbacks that monitor a metric that looks like a misspelt one of ``names``, before they look for it.
+
+    Other names may be those of metrics that a callback logs.
+    """
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if not isinstance(monitor, str) or monitor in names:
+            continue
+        # `val_loss` and `val/los` are meant to be `val/loss`
+        words = {name.replace("/", "_"): name for name in names}
+        if (nearest := find_nearest(monitor.replace("/", "_"), words, cutoff=0.65)) is not None:
+            rank_zero_warn(
+                f"{type(callback).__name__}(monitor={monitor!r}): CausalLM logs no such metric; did you mean"
+                f" {words[nearest]!r}? It logs {', '.join(names)}."
             )
 
 

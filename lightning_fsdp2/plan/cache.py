@@ -23,7 +23,7 @@ from lightning_fsdp2.plan.simulation.recorder import Attention, Collective, Grou
 from lightning_fsdp2.plan.simulation.reserved import Reserved
 from lightning_fsdp2.plan.simulation.step import is_packed
 
-_RECORDS = [Summary, RankSummary, ActionOperations, Operation, Collective, Group, Attention, Reserved]
+_RECORDS: list[Any] = [Summary, RankSummary, ActionOperations, Operation, Collective, Group, Attention, Reserved]
 """Classes of which a cached result consists. A file that names anything else is not read."""
 
 _DIGEST_BYTES = 16

@@ -41,9 +41,9 @@ class OwnRandomNumbers:
         """
         global _active
         self.end()
-        # draw the seed from the shared state, so that the next fit has other random numbers
-        seed = int(torch.randint(2**62, (), device="cpu")) + rank
+        # keep the state of before the draw, so that the numbers that ranks share are those of a single process
         self._device, self._kept = device, get_random_state(device)
+        seed = _draw_seed() + rank
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -57,6 +57,7 @@ class OwnRandomNumbers:
         self._last = self.get_states(self._device)
         if not self._is_shared:
             set_random_state(self._kept, self._device)
+        _draw_seed()  # so that the next fit begins with another one
         self._kept, self._is_shared = None, False
         _active = None
 
@@ -95,6 +96,10 @@ class OwnRandomNumbers:
         self._kept = get_random_state(self._device)
         set_random_state(kept or {}, self._device)
         self._is_shared = not self._is_shared
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ alone would take part in another rank's next collective, or wait for ever.
 import inspect
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fsdp2.compat.dtensor import (
     READ_SCALAR,
@@ -30,6 +31,7 @@ from lightning_fsdp2.compat.dtensor import (
     set_method,
 )
 from lightning_fsdp2.compat.torch import StridedShard, get_group_timeout
+from lightning_fsdp2.ranks.collectives import copy_to_ranks
 from lightning_fsdp2.ranks.coordination import get_group_of_ranks
 from lightning_fsdp2.ranks.pieces import is_uneven
 from lightning_fsdp2.ranks.whole_random import draw_whole_random_numbers
@@ -37,6 +39,9 @@ from lightning_fsdp2.ranks.whole_tensors import gather
 
 READ_TIMEOUT = timedelta(minutes=5)
 """Longest time that a rank waits for the other ranks to read the same value."""
+
+_FULL_TENSOR = DTensor.full_tensor
+"""torch's own method, which :func:`treat_dtensors_as_whole` replaces."""
 
 _PACKAGES = ("torch", "lightning", "numpy", __name__.partition(".")[0])
 """Packages whose lines are not the line that reads a value."""
@@ -62,6 +67,7 @@ def treat_dtensors_as_whole() -> None:
     set_method("numpy", _read_array)
     set_method("tolist", _read_list)
     set_method("__format__", _format)
+    set_method("full_tensor", _make_full)
     for name in ("add", "sub", "mul", "truediv", "pow"):
         set_method(f"__{name}__", _make_arithmetic(getattr(Tensor, f"__{name}__")))
         set_method(f"__r{name}__", _make_arithmetic(getattr(Tensor, f"__r{name}__")))
@@ -155,16 +161,36 @@ def _format(self: DTensor, spec: str) -> str:
 def _make_arithmetic(compute: Callable[[Tensor, Any], Any]) -> Callable[[DTensor, Any], Any]:
     """Return ``compute`` for a DTensor and another value, such as a penalty on weights and the loss of a batch.
 
-    DTensor adds the two, but then gives the loss of the batch a gradient that is a DTensor, which its layers refuse.
+    DTensor combines the two, but takes the loss as equal on all ranks, and gives it a gradient that is a DTensor, which
+    its layers refuse. It cannot add penalties on weights of different meshes.
     """
 
     def compute_whole(self: DTensor, other: Any) -> Any:
-        is_plain = isinstance(other, Tensor) and not isinstance(other, DTensor)
-        if self.dim() == 0 and is_plain and other.requires_grad:
-            return compute(self.full_tensor(), other)
+        if self.dim() == 0 and isinstance(other, Tensor) and torch.is_grad_enabled():
+            has_gradient = self.requires_grad or other.requires_grad
+            if not isinstance(other, DTensor):
+                return compute(self.full_tensor() if has_gradient else self, other)
+            if other.dim() == 0 and other.device_mesh != self.device_mesh:
+                return compute(self.full_tensor(), other.full_tensor())
         return compute(self, other)
 
     return compute_whole
+
+
+def _make_full(self: DTensor, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    """Return the whole of this tensor. The gradient of a single value is the mean of the ranks' gradients.
+
+    DTensor takes the gradient as equal on all ranks. But a penalty that is multiplied by the loss of the batch has
+    another gradient on each rank, and the gradients of weights are means over the ranks.
+    """
+    whole = _FULL_TENSOR(self, grad_placements=grad_placements)
+    if self.dim() or grad_placements is not None or not whole.requires_grad:
+        return whole
+    mesh = self.device_mesh
+    for group in mesh.get_all_groups():
+        whole = copy_to_ranks(whole, group)
+    whole.register_hook(lambda gradient: gradient / mesh.size())
+    return whole
 
 
 def _check_all_ranks_read(value: DTensor) -> None:

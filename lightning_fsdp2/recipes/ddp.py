@@ -5,12 +5,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp2.config import DDPConfig
 from lightning_fsdp2.mesh import get_device
+from lightning_fsdp2.modules.kept_parameters import find_kept_parameters, replace_kept_parameters
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.weights.adapters import check_peft
-from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, materialize
+from lightning_fsdp2.weights.materialize import broadcast_from_first_rank, check_initialized, is_meta, materialize
 from lightning_fsdp2.weights.pretrained import load_pretrained
 
 
@@ -38,6 +39,7 @@ def prepare_for_ddp(
     check_initialized(model)
     structure = find_structure(model)
     device = get_device(device_mesh)
+    kept = find_kept_parameters(model) if is_meta(model) else []  # those on the meta device are replaced below
     broadcast_from_first_rank(model, device, device_mesh)
     if config.activation_checkpointing:
         apply_activation_checkpointing(
@@ -49,4 +51,5 @@ def prepare_for_ddp(
         return model
     load_pretrained(model, device, device_mesh)
     materialize(model, device, device_mesh)
+    replace_kept_parameters(kept)
     return model.to(device)

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import Float8Config, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.mesh import get_device, get_shard_size
 from lightning_fsdp2.mesh_axes import AxisNames, MeshAxes, get_mesh_axes
-from lightning_fsdp2.modules.kept_parameters import find_kept_parameters, replace_kept_parameters
+from lightning_fsdp2.modules.kept_parameters import check_on_all_stages, find_kept_parameters, replace_kept_parameters
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
+from lightning_fsdp2.parallel.data.checks import explain_kept_parameters
 from lightning_fsdp2.parallel.data.fully_shard import (
     apply_fully_shard,
     apply_prefetch,
@@ -84,9 +85,7 @@ def parallelize_with_fsdp2(
         ValueError: When an option is not supported, the mesh lacks an axis, the model is sharded already or has no
             tensor parallel plan, or its parameters cannot be grouped into units.
     """
-    check_not_sharded(model)
-    check_peft(model)
-    check_initialized(model)
+    _check_model(model)
     treat_dtensors_as_whole()
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
@@ -98,6 +97,9 @@ def parallelize_with_fsdp2(
     split = None if axes.pp is None else _build_split(structure, axes.pp, config)
     float8 = _choose_float8(structure, axes, config, device if materializes else None)
     kept = find_kept_parameters(model)
+    if split is not None:
+        check_on_all_stages(kept, split.stages)
+    explain_kept_parameters(model, kept)
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
@@ -119,16 +121,27 @@ def parallelize_with_fsdp2(
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     _apply_prefetch(plan, config)
-    keep_changes_in_place(get_fsdp_modules(model))
+    keep_changes_in_place(get_fsdp_modules(model), is_pipelined=split is not None)
     if materializes:
-        weights_device = device if offload_policy is None else torch.device("cpu")
-        load_pretrained(model, weights_device, device_mesh)
-        materialize(model, weights_device, device_mesh)
+        _give_weights(model, device if offload_policy is None else torch.device("cpu"), device_mesh)
     replace_kept_parameters(kept)
     if split is not None:
         apply_pipeline_parallel(model, split, device_mesh, config)
     logger.info("Sharded %s into %d units over %s.", type(model).__name__, len(plan.units), axes.fsdp)
     return model
+
+
+def _check_model(model: nn.Module) -> None:
+    """Check what does not depend on the mesh, before the model is changed."""
+    check_not_sharded(model)
+    check_peft(model)
+    check_initialized(model)
+
+
+def _give_weights(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:
+    """Read the weights of a model on the meta device from files, or initialise them."""
+    load_pretrained(model, device, device_mesh)
+    materialize(model, device, device_mesh)
 
 
 def _build_split(structure: ModelStructure, pp_mesh: DeviceMesh, config: FSDP2Config) -> Split:

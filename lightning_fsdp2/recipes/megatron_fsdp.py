@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_fsdp2.config import MegatronFSDPConfig
 from lightning_fsdp2.mesh import get_device, get_optional_mesh
 from lightning_fsdp2.mesh_axes import check_no_expert_parallel, check_no_pipeline_parallel
+from lightning_fsdp2.modules.kept_parameters import find_kept_parameters
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
@@ -16,6 +17,7 @@ from lightning_fsdp2.parallel.data.checks import check_no_hooks, check_shardable
 from lightning_fsdp2.parallel.layers.activation_checkpointing import apply_activation_checkpointing
 from lightning_fsdp2.parallel.layers.autocast import apply_autocast
 from lightning_fsdp2.parallel.megatron.driver import take_over_optimizer
+from lightning_fsdp2.parallel.megatron.kept_parameters import take_over_kept_parameters
 from lightning_fsdp2.parallel.megatron.tensor_parallel import check_foreign_styles
 from lightning_fsdp2.parallel.megatron.wrap import (
     apply_megatron_fsdp,
@@ -70,6 +72,7 @@ def parallelize_with_megatron_fsdp(
     check_unit_classes(model, unit_classes, zero_dp_strategy=config.zero_dp_strategy)
     check_shardable(model, "Megatron-FSDP")
     check_no_hooks(model)
+    kept = find_kept_parameters(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     device = get_device(device_mesh)
     broadcast_from_first_rank(model, device, device_mesh)
@@ -94,4 +97,5 @@ def parallelize_with_megatron_fsdp(
     wrapper = apply_megatron_fsdp(model, device_mesh, config, device=device, unit_classes=unit_classes)
     if optimizer is not None:
         take_over_optimizer(optimizer, names, wrapper)
+    take_over_kept_parameters(kept, shards_weights=config.zero_dp_strategy == 3)
     return wrapper, optimizer

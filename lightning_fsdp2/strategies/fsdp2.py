@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
-from lightning_fsdp2.compat.autograd import replace_backward_inputs
 from lightning_fsdp2.compat.fsdp import initialize_root
-from lightning_fsdp2.compat.fsdp_gradients import watch_gradients
+from lightning_fsdp2.compat.gradients import replace_backward_inputs, watch_gradients
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
-from lightning_fsdp2.compat.autograd import replace_backward_inputs
+from lightning_fsdp2.compat.gradients import replace_backward_inputs
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel

@@ -1,6 +1,5 @@
 """Load Hugging Face weights from safetensors files into a sharded model. Each rank reads only its own slices."""
 
-import copy
 import hashlib
 import json
 import math
@@ -8,7 +7,6 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -18,17 +16,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2._git_lfs import LFS_POINTER, is_lfs_pointer
 from lightning_fsdp2._untrusted import check_inside, check_no_devices
-from lightning_fsdp2.compat.transformers import drop_harmless_keys, finish_loading
-from lightning_fsdp2.modules.structure import find_peft_models, get_class_name
+from lightning_fsdp2.compat.transformers import finish_loading
+from lightning_fsdp2.modules.structure import find_peft_models
 from lightning_fsdp2.modules.stubs import get_absent_tensors, get_tensors, mark_initialized, with_skeletons
 from lightning_fsdp2.ranks.failures import fail_together, list_names
 from lightning_fsdp2.weights.adapters import without_adapters
 from lightning_fsdp2.weights.materialize import get_groups, random_numbers_of_one_process
 from lightning_fsdp2.weights.pretrained_adapters import load_adapters
+from lightning_fsdp2.weights.pretrained_checks import check_loaded, check_ties, get_tied_names
 from lightning_fsdp2.weights.pretrained_shards import Slot, get_targets, read_shards
 
 _SOURCE_ATTRIBUTE = "_lightning_fsdp2_pretrained"
@@ -184,7 +182,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     model.to(dtype)  # the loader converts each tensor to the dtype that it has in the model
     conversions = get_model_conversion_mapping(model)
     files = _open_files(Path(folder))
-    wanted = {tied for name in names for tied in _get_tied_names(model, name)}
+    wanted = {tied for name in names for tied in get_tied_names(model, name)}
     stored = {key: files[key] for key, made in get_targets(model, files, conversions).items() if wanted & {*made}}
     cpu = torch.device("cpu")
     config = LoadStateDictConfig(
@@ -196,7 +194,7 @@ def read_pretrained(model: Any, folder: str | Path, names: Collection[str], dtyp
     with _only_first_rank_reports():
         read_shards(model, stored, config, cpu)
     own = dict(model.named_parameters(remove_duplicate=False))
-    found = {name: _find_read(own, _get_tied_names(model, name)) for name in names}
+    found = {name: _find_read(own, get_tied_names(model, name)) for name in names}
     if missing := [name for name, tensor in found.items() if tensor is None]:
         raise ValueError(
             f"pretrained={str(folder)!r} lacks {list_names(missing)}; give the directory of a model that has them."
@@ -273,6 +271,11 @@ def _read_index(index: Path) -> list[str]:
 
 
 def _check_model_folder(folder: Path) -> None:
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise ValueError(
+            f"pretrained={str(folder)!r} may not be read (Permission denied); let this user read the directory and its"
+            " files."
+        )
     check_no_devices(folder)
     if folder.is_file():
         raise ValueError(
@@ -297,13 +300,13 @@ def _load(
         device_map={"": device},
         dtype=next(model.parameters()).dtype,
         weight_mapping=cast(Any, source.conversions),
-        ignore_mismatched_sizes=True,  # `_check_loaded` raises an error that names the mismatched tensors
+        ignore_mismatched_sizes=True,  # `check_loaded` raises an error that names the mismatched tensors
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
         info = read_shards(model, _open_files(source.folder), config, device, absent)
-        _check_loaded(model, info, source)
-        _check_ties(model, info, source)
+        check_loaded(model, info, source.folder, source.allow_missing)
+        check_ties(model, info, source.folder)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
         finish_loading(model, config, info)
     for name, parameter in model.named_parameters():
@@ -357,6 +360,7 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
             with safe_open(name, framework="pt", device="cpu") as file:
                 shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a dict
         except FileNotFoundError as error:
+            _check_readable(name, folder)  # safetensors says the same of a file that may not be read
             raise FileNotFoundError(
                 f"{name} is missing, although the index of pretrained={str(folder)!r} lists it; copy or download the"
                 " model again."
@@ -372,46 +376,16 @@ def _open_files(folder: Path) -> dict[str, _StoredTensor]:
     return tensors
 
 
-def _check_loaded(model: Any, info: Any, source: _Source) -> None:
-    """Refuse files that do not fit the model. transformers would only warn, and some weights would be wrong."""
-    info = copy.copy(info)
-    drop_harmless_keys(model, info)
-    missing = {
-        name
-        for name in info.missing_keys
-        if _get_tied_names(model, name) <= info.missing_keys
-        and not any(fnmatchcase(name, pattern) for pattern in source.allow_missing)
-    }
-    left_over = {name for name in info.unexpected_keys if _has_module_of(model, name)}
-    problems = [
-        *_describe("missing in the files", missing - info.conversion_errors.keys()),
-        *_describe("in the files, but not in the module that would use them", left_over),
-        *_describe("of another shape than the model's", {name for name, *_ in info.mismatched_keys}, model),
-        *_describe("not convertible to the model's", info.conversion_errors),
-        *(f"the first error is {_shorten(text)}" for text in [*info.conversion_errors.values()][:1]),
-    ]
-    if problems:
+def _check_readable(file: str, folder: Path) -> None:
+    try:
+        with open(file, "rb"):
+            return
+    except PermissionError as error:
         raise ValueError(
-            f"The tensors in pretrained={str(source.folder)!r} do not fit this {get_class_name(model)}:"
-            f" {'; '.join(problems)}. Change the config of the model, or give the directory of a model of this"
-            " architecture. If a part of the model is new, such as a head, name it in `allow_missing`. If the model"
-            " should not use some tensors, remove them from the files."
-        )
-
-
-def _check_ties(model: Any, info: Any, source: _Source) -> None:
-    """Refuse different values for weights that the config ties, because they are sharded as one parameter."""
-    for name, other in model.all_tied_weights_keys.items():
-        if {name, other} & info.missing_keys:
-            continue
-        first, second = (_get_local(model.get_parameter_or_buffer(tied)) for tied in (name, other))
-        if not (first.is_meta or second.is_meta) and not torch.equal(first, second):
-            raise ValueError(
-                f"The config of pretrained={str(source.folder)!r} ties {name} to {other}, but the files hold both with"
-                ' different values. To train both, set `"tie_word_embeddings": false` in its config.json, or pass'
-                ' `from_pretrained(..., config={"tie_word_embeddings": False})`. Otherwise remove one of the two from'
-                " the files."
-            )
+            f"{file} of pretrained={str(folder)!r} may not be read ({error.strerror}); let this user read it."
+        ) from error
+    except FileNotFoundError:
+        return
 
 
 def _get_loaded(model: nn.Module, info: Any) -> frozenset[Slot]:
@@ -440,44 +414,6 @@ def forget_loaded(root: nn.Module, slots: set[Slot]) -> None:
 
 def _find_read(own: dict[str, nn.Parameter], names: set[str]) -> Tensor | None:
     return next((own[name] for name in names if name in own and not own[name].is_meta), None)
-
-
-def _get_local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
-
-
-def _get_tied_names(model: Any, name: str) -> set[str]:
-    """Return ``name`` and the names of all weights tied to it. The files need to hold only one of these weights."""
-    ties: dict[str, str] = model.all_tied_weights_keys
-    source = ties.get(name, name)
-    return {name, source, *(target for target, other in ties.items() if other == source)}
-
-
-def _has_module_of(model: nn.Module, name: str) -> bool:
-    """Return whether an unexpected tensor in the files belongs to a module that the model has.
-
-    Such a tensor, for example a bias or the scales of a quantised weight, must not be ignored, because the results
-    would change. The tensors of a layer or head that the model does not have can be ignored.
-    """
-    try:
-        module = model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return False
-    return module is not model and bool(module._parameters)
-
-
-def _describe(problem: str, names: Collection[str], model: nn.Module | None = None) -> list[str]:
-    if not names:
-        return []
-    own = {} if model is None else model.state_dict()
-    described = [f"{name} is {tuple(own[name].shape)} here" if name in own else name for name in names]
-    return [f"{problem}: {list_names(described)}"]
-
-
-def _shorten(error: str) -> str:
-    """Return the last two lines of transformers' error about a conversion: the message and the failed operation."""
-    return " ".join(error.strip().splitlines()[-2:])
 
 
 @contextmanager

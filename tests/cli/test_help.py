@@ -9,12 +9,12 @@ from typing import get_args, get_type_hints
 import pytest
 
 import lightning_fsdp2
-from lightning_fsdp2._registry import STRATEGIES
 from lightning_fsdp2.cli import FSDP2CLI, main
 from lightning_fsdp2.cli.commands import COMMANDS, READ_CONFIG, SUMMARIES
 from lightning_fsdp2.cli.completion import SHELLS
 from lightning_fsdp2.cli.without_run import CLITrainer
 from lightning_fsdp2.plan import DEVICES
+from lightning_fsdp2.startup.registry import STRATEGIES
 
 MARKUP = re.compile(r":[a-z:]+:`|`")
 OWN = {

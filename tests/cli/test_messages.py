@@ -35,6 +35,12 @@ from lightning_fsdp2.cli.messages import describe_type_error, is_about_type, nam
             "Subtypes: [<class 'lightning.pytorch.core.datamodule.LightningDataModule'>]",
             "the class path of a LightningDataModule (such as ChatDataModule, TextDataModule)",
         ),
+        (
+            ["Expected a dot import path string: ten"],
+            "Subtypes: [typing.Callable[[torch.optim.optimizer.Optimizer],"
+            " typing.Union[torch.optim.lr_scheduler.LRScheduler]], <class 'NoneType'>]",
+            "the class path of a LRScheduler (such as lightning_fsdp2.schedulers.WarmupCosine)",
+        ),
     ],
 )
 def test_types_are_put_in_words(reasons: list[str], types: str, words: str) -> None:

@@ -229,6 +229,9 @@ OPTIONS: list[Row] = [
     (f"{MODEL}.optimizer", optimizer(ADAMW, learning_rate=1e-3), ("learning_rate", "'lr'?")),
     (f"{MODEL}.optimizer", optimizer("torch.optm.AdamW"), ("optm", "'torch.optim'?")),
     (f"{MODEL}.optimizer", optimizer("torch.nn.ReLU"), ("torch.nn.ReLU", "Optimizer")),
+    (f"{MODEL}.optimizer", optimizer("torch.optim.Muon", lr=0.01), ("Muon only supports 2D", "norm.weight", "AdamW")),
+    (f"{MODEL}.lr_scheduler", "WarmupStableDecay", ("=WarmupStableDecay", "lightning_fsdp2.schedulers.WarmupCosine")),
+    (f"{MODEL}.lr_scheduler", "WarmupCosin", ("lr_scheduler=WarmupCosin", "'WarmupCosine'?")),
     (f"{MODEL}.lr_scheduler", "cosine", ("lr_scheduler=cosine", "class path")),
     (f"{MODEL}.lr_scheduler", optimizer("torch.optim.lr_scheduler.StepLR"), ("lr_scheduler", "step_size")),
     (

@@ -29,6 +29,7 @@ def write_folder(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any]
 
 
 OWN_CONFIG = {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+OWN_MODEL = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.M"}}
 OWN_HEAD = {"auto_map": {"AutoModelForMultipleChoice": "own.M"}}  # Llama has no such class in transformers
 OWN_TOKENIZER = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.T", None]}}
 
@@ -59,6 +60,8 @@ def read_tokenizer_of_export(folder: Path) -> Any:
     [
         (read_config, OWN_CONFIG),
         (read_pretrained, OWN_CONFIG),
+        (read_pretrained, OWN_MODEL),
+        (from_pretrained, OWN_MODEL),
         (from_pretrained, OWN_CONFIG),
         (read_other_head, OWN_HEAD),
         (read_tokenizer, {}),

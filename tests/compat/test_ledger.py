@@ -28,6 +28,8 @@ EXPECTED = {
     "ModelCheckpoint.on_train_batch_end",
     "ModelCheckpoint.on_train_epoch_end",
     "Regressor.log",
+    "_DataConnector._resolve_sampler",
+    "_EvaluationLoop._evaluation_step",
     "_EvaluationLoop.inference_mode",
     "_PredictionLoop.inference_mode",
     "_SignalConnector._sigterm_notifier_fn",

@@ -34,9 +34,9 @@ from lightning_fsdp2.compat.transformers import (
     is_cache,
     set_attention,
 )
-from lightning_fsdp2.compat.versions import CHECKED
 from lightning_fsdp2.modules.structure import find_structure
 from lightning_fsdp2.parallel.layers.caches import is_filled
+from lightning_fsdp2.startup.versions import CHECKED
 
 IDS = torch.arange(3, 9)[None]
 
@@ -82,7 +82,7 @@ def test_outputs_of_layers_are_captured_by_hooks_that_can_be_installed_early() -
     assert len(logits) == len(layers), "hooks that capture outputs are not those of `install_output_hooks`"
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h", "ernie4_5_moe", "hunyuan_v1_moe"])
 def test_the_dtype_plan_says_what_is_kept_in_float32(family: str, tmp_path: Path) -> None:
     make_family_model(family).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

@@ -1,3 +1,4 @@
+import csv
 import itertools
 import json
 import logging
@@ -177,8 +178,8 @@ def test_validation_is_a_part_by_content_a_file_or_a_split(set_up, tmp_path):
 @pytest.mark.parametrize(
     ("form", "streaming"),
     [
-        *((form, False) for form in ("jsonl", "json", "parquet", "saved", "folder")),
-        *(pytest.param(form, True, marks=pytest.mark.slow) for form in ("jsonl", "json", "parquet")),
+        *((form, False) for form in ("jsonl", "json", "csv", "parquet", "saved", "folder")),
+        *(pytest.param(form, True, marks=pytest.mark.slow) for form in ("jsonl", "json", "csv", "parquet")),
         ("saved", True),
         ("folder", True),
     ],
@@ -191,6 +192,9 @@ def test_every_form_of_data_gives_the_same_batches(set_up, tmp_path, form, strea
         write(Path(settings["path"]), TALKS)
     elif form == "json":
         Path(settings["path"]).write_text(json.dumps(rows, indent=2))
+    elif form == "csv":
+        with Path(settings["path"]).open("w", newline="") as file:
+            csv.writer(file).writerows([("prompt", "completion"), *TALKS])
     elif form == "parquet":
         table.to_parquet(settings["path"])
     elif form == "saved":

@@ -1,10 +1,12 @@
 """Numbers that data modules refuse."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from lightning_fsdp2.data.checks import check_minimum, check_workers
+from lightning_fsdp2 import TextDataModule
+from lightning_fsdp2.data.checks import check_minimum, check_workers, name_cache
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,35 @@ def test_workers_go_by_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     check_workers(64)
     with pytest.raises(ValueError, match=r"num_workers=65 would start 65 processes .* 4 processor.* use at most 64"):
         check_workers(65)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_named"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (OSError("Not enough disk space. Needed: Unknown size (download: 0)"), True),
+        (PermissionError(13, "Permission denied", "/c/x.lock"), True),
+        (OSError(30, "Read-only file system", "/c"), True),
+        (PermissionError(13, "Permission denied", "/cat/a.txt"), False),
+        (FileNotFoundError("path='x' is no file"), False),
+        (ValueError("batch_size=0"), False),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_named(error: Exception, is_named: bool) -> None:
+    wrapper = RuntimeError("An error occurred while generating the dataset")
+    wrapper.__cause__ = error
+    for each in (error, wrapper):
+        named = name_cache(each, "/c")
+        assert (named is not each) == is_named
+        assert not is_named or str(named).startswith("cache_dir='/c': the tokenised data cannot be kept there (")
+        assert "Needed" not in str(named) or not is_named
+
+
+def test_a_data_module_names_the_cache_that_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fill(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightning_fsdp2.data.text.load_documents", fill)
+    data = TextDataModule(path=__file__, cache_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=rf"^cache_dir='{tmp_path}': .*No space left on device"):
+        data.prepare_data()

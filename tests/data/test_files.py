@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fsdp2.data.files import find_files, get_kind, open_file, refuse_unreadable_files
+from lightning_fsdp2.data import files as data_files
+from lightning_fsdp2.data.files import (
+    check_lines,
+    find_files,
+    get_kind,
+    open_file,
+    read_lines,
+    refuse_unreadable_files,
+)
 
 
 @pytest.fixture
@@ -22,11 +30,15 @@ def names(files, root):
 
 
 def test_directory_gives_its_known_files_sorted_without_hidden_ones(tree):
-    assert names(find_files(str(tree)), tree) == ["a.md", "b.txt", "code/deep/y.py", "code/z.py"]
+    with pytest.warns(UserWarning, match=r"1 of 5 files are left out, .* 1 files \(.png 1\)"):
+        files = find_files(str(tree))
+    assert names(files, tree) == ["a.md", "b.txt", "code/deep/y.py", "code/z.py"]
 
 
 def test_suffixes_choose_the_files_of_a_directory(tree):
-    assert names(find_files(str(tree), [".png", ".md"]), tree) == ["a.md", "image.png"]
+    with pytest.warns(UserWarning, match=r"3 of 5 files .* suffixes=\['.png', '.md'\]: 3 files \(.py 2, .txt 1\)"):
+        files = find_files(str(tree), [".png", ".md"])
+    assert names(files, tree) == ["a.md", "image.png"]
 
 
 def test_file_and_glob_are_taken_whatever_their_suffix(tree):
@@ -34,9 +46,25 @@ def test_file_and_glob_are_taken_whatever_their_suffix(tree):
     assert names(find_files(str(tree / "**" / "*.p*")), tree) == ["code/deep/y.py", "code/z.py", "image.png"]
 
 
-def test_list_keeps_its_order_and_repeats_what_it_repeats(tree):
-    files = find_files([str(tree / "code"), str(tree / "b.txt"), str(tree / "b.txt")])
+def test_list_keeps_its_order_and_repeats_what_it_repeats(tree, caplog):
+    with caplog.at_level(logging.INFO):
+        files = find_files([str(tree / "code"), str(tree / "b.txt"), str(tree / "b.txt")])
     assert names(files, tree) == ["code/deep/y.py", "code/z.py", "b.txt", "b.txt"]
+    assert f"path: 1 files are read more than once, such as {str(tree / 'b.txt')!r}" in caplog.text
+
+
+def test_links_are_followed_and_those_to_nothing_are_refused_by_name(tmp_path):
+    folder, target = tmp_path / "texts", tmp_path / "elsewhere.md"
+    folder.mkdir()
+    target.write_text("text")
+    (folder / "c.md").symlink_to(target)
+    os.mkfifo(folder / "pipe.md")  # which would be waited for
+    assert names(find_files(str(folder), [".md"]), folder) == ["c.md"]
+    target.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"has 1 link\(s\) to files that do not exist, such as '.*/c\.md'; fetch"
+    ):
+        find_files(str(folder), [".md"])
 
 
 def test_relative_path_and_home_directory_become_absolute(tree, monkeypatch):
@@ -51,6 +79,7 @@ def test_python_stdlib_is_the_source_of_this_python_without_tests_and_packages()
     relative = names(files, library)
     assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(relative)
     assert all(name.endswith(".py") for name in relative)
+    assert all(Path(file).stat().st_size for file in files)
     assert not any({"site-packages", "dist-packages", "test", "tests"} & set(Path(name).parts) for name in relative)
     assert files == sorted(files, key=Path)
 
@@ -109,6 +138,13 @@ def test_compressed_file_is_opened_decompressed(tmp_path):
         assert content.read() == b"content"
 
 
+def test_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=r"a.txt' may not be read \(Permission denied\); let this user read it"):
+        refuse_unreadable_files([str(tmp_path / "a.txt")])
+
+
 def test_pointers_and_files_that_nothing_can_decompress_are_refused_by_name(tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -119,3 +155,33 @@ def test_pointers_and_files_that_nothing_can_decompress_are_refused_by_name(tmp_
     file.write_bytes(b"")
     with pytest.raises(ModuleNotFoundError, match=r"a.jsonl.zst' is compressed .* pip install zstandard"):
         refuse_unreadable_files([str(file)])
+
+
+@pytest.fixture
+def short_lines(monkeypatch):
+    """Let lines have at most 8 bytes, and files be read in blocks of 3."""
+    monkeypatch.setattr(data_files, "LONGEST_LINE", 8)
+    monkeypatch.setattr(data_files, "_BLOCK", 3)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"12345678", None),
+        (b"1234567\n12345678\n\n1\n", None),
+        (b"\n" * 30, None),
+        (b"123456789", 1),
+        (b"1\n2\n3456789012\n4", 3),
+        (b"1\n2\n3\n4567890123456789012", 4),
+    ],
+)
+def test_line_that_is_too_long_is_named_by_both_ways_to_read(tmp_path, short_lines, name, content, line):
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    for read in (check_lines, lambda file: list(read_lines(file))):
+        if line is None:
+            read(str(file))
+        else:
+            with pytest.raises(ValueError, match=rf"{name}, line {line}: the line is longer than .* MiB, the most"):
+                read(str(file))

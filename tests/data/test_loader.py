@@ -1,4 +1,5 @@
 import itertools
+import warnings
 from functools import partial
 
 import pytest
@@ -141,6 +142,29 @@ def test_position_counts_in_its_own_epoch_only():
     assert read_epoch(resumed, 0) == read_epoch(build_loader(), 0)
 
 
+@pytest.mark.parametrize("change", ["fewer", "more", "content", "nothing", "settings"])
+def test_position_in_other_data_is_told(change):
+    stopped = build_loader()
+    list(itertools.islice(stopped, 2))
+    position = stopped.state_dict()
+    if change == "settings":
+        resumed = build_loader(ranks=2, batch_size=4, num_workers=1, seed=1)
+    else:
+        resumed = build_loader(samples=SAMPLES + {"fewer": -1, "more": 1}.get(change, 0))
+    if change == "content":
+        resumed.dataset[-1]["input_ids"] += 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.load_state_dict(position)
+    is_other = change in ("fewer", "more", "content")
+    assert [str(each.message).startswith("The checkpoint was saved after 4 samples of other") for each in caught] == (
+        [True] * is_other
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.load_state_dict({"epoch": 0, "samples": 4})  # of an earlier version
+
+
 def test_epoch_is_restored_for_a_loop_that_does_not_set_it():
     stopped = build_loader()
     stopped.sampler.set_epoch(4)
@@ -156,7 +180,7 @@ def test_state_is_small_the_same_on_every_rank_and_survives_until_the_first_batc
         loader = build_loader(2, rank)
         list(itertools.islice(loader, 2))
         states.append(loader.state_dict())
-    assert states == [{"epoch": 0, "samples": 8}] * 2
+    assert states == [{"epoch": 0, "samples": 8, "data": states[0]["data"]}] * 2
     resumed = build_loader()
     resumed.load_state_dict(states[0])
     assert resumed.state_dict() == states[0]

@@ -3,11 +3,14 @@ import gzip
 import json
 import logging
 import lzma
+import sys
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
+from lightning_fsdp2.data import files as data_files
+from lightning_fsdp2.data import sources as data_sources
 from lightning_fsdp2.data.files import find_files
 from lightning_fsdp2.data.sources import DatasetSplit, load_documents, load_rows
 
@@ -175,3 +178,43 @@ def test_damaged_list_is_named(tmp_path, cache):
         ValueError, match=rf"^{file}: the file is not a JSON list \(.*\); repair it, or write one object per"
     ):
         load_rows([str(file)], cache_dir=cache)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("load", [load_documents, load_rows])
+def test_files_of_several_zstd_frames_are_read_whole(tmp_path, cache, load, streaming):
+    zstandard = pytest.importorskip("zstandard")
+    texts = [f"{number} " + "text " * 20_000 for number in range(6)]  # longer than a block
+    frames = [zstandard.compress(json.dumps({"text": text}).encode() + b"\n") for text in texts]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    rows = load([str(tmp_path / "a.jsonl.zst")], streaming=streaming, cache_dir=cache)
+    assert [row["text"] if load is load_documents else json.loads(row["text"])["text"] for row in rows] == texts
+
+
+def test_csv_rows_of_chats_are_named_by_their_lines_and_damage_too(tmp_path, cache):
+    long = "long " * 40_000
+    (tmp_path / "a.csv").write_text(f'\ufeffprompt,completion\n"two\nlines",b\n{long},"d, e"\n', encoding="utf-8")
+    rows = list(load_rows([str(tmp_path / "a.csv")], cache_dir=cache))
+    assert [json.loads(row["text"]) for row in rows] == [
+        {"prompt": "two\nlines", "completion": "b"},
+        {"prompt": long, "completion": "d, e"},
+    ]
+    assert [row["location"].removeprefix(f"{tmp_path}/") for row in rows] == ["a.csv, line 3", "a.csv, line 4"]
+    (tmp_path / "b.csv").write_text("prompt,completion\na,b\nc\0,d\n")
+    if sys.version_info < (3, 11):  # later ones take NUL for any other character
+        with pytest.raises(ValueError, match=r"b.csv, line 3: the line is not CSV"):
+            load_rows([str(tmp_path / "b.csv")], cache_dir=cache)
+
+
+@pytest.mark.guarantees("long-lines")
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "a.csv", "a.csv.gz", "a.txt.gz"])
+def test_line_that_is_too_long_is_refused_before_it_is_in_memory(tmp_path, cache, monkeypatch, name):
+    for module in (data_files, data_sources):
+        monkeypatch.setattr(module, "LONGEST_LINE", 100)
+    monkeypatch.setattr(data_files, "_BLOCK", 50)
+    rows = {"csv": "text\n" + "a" * 200, "json": '[{"text": "' + "a" * 200 + '"}]'}
+    content = rows.get(name.split(".")[1], '{"text": "a"}\n{"text": "' + "a" * 200 + '"}').encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    for load in (load_documents, load_rows):
+        with pytest.raises(ValueError, match=rf"{name}, line \d: the line is longer than"):
+            load([str(tmp_path / name)], cache_dir=cache)

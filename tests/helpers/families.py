@@ -167,6 +167,7 @@ _QWEN4_TEXT: dict[str, Any] = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }
+_HY_V4: dict[str, Any] = {"indexer_types": ["full", "shared"]}
 _INKLING: dict[str, Any] = {
     "swa_num_attention_heads": 8,
     "swa_num_key_value_heads": 4,
@@ -179,6 +180,7 @@ _INKLING: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1, "num_shared_experts": 1, **_SLIDING_FULL},
     "apertus": _LLAMA3_ROTARY,
+    "apertus1p5_text": _LLAMA3_ROTARY,
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": _LATENT,
@@ -186,6 +188,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_LATENT, **_LINEAR_FULL, "num_mtp_layers": 0},
     "beam": _SLIDING_FULL,
     "bloom": {"n_layer": 2, "n_head": 8},
+    "codegen": {**_GPT2, "rotary_dim": 4},
     "cohere": {},
     "cohere2": _SLIDING_FULL,
     "cohere2_moe": {**_SLIDING_FULL, "prefix_dense_intermediate_size": 64, "num_shared_experts": 1},
@@ -221,6 +224,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dots3_note_text": _DOTS3_TEXT,
     "ernie4_5": {},
     "ernie4_5_moe": {},
+    "exaone": {},
     "exaone4": _SLIDING_FULL,
     "exaone_moe": _SLIDING_FULL,
     "falcon": {"num_kv_heads": 4, "new_decoder_architecture": True, "ffn_hidden_size": 64},
@@ -304,8 +308,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hrm_text": {},
     "hunyuan_v1_moe": {"moe_topk": 2},
     "hy_v3": {},
-    "hy_v4": {"indexer_types": ["full", "shared"]},
+    "hy_v4": _HY_V4,
     "hyperclovax": {},
+    "inkling2_loop_text": {
+        **_INKLING,
+        "unpadded_vocab_size": 101,
+        "num_hidden_layers": 4,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 4,
+    },
     "inkling2_text": {
         **_INKLING,
         "unpadded_vocab_size": 101,
@@ -321,6 +336,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kimi_linear": {**_LATENT, **_LINEAR_FULL, "linear_num_heads": 8, "linear_head_dim": 8},
     "kolibri1": _SLIDING_FULL,
     "laguna": {**_SLIDING_FULL, "num_attention_heads_per_layer": [8, 4]},
+    "lara_mini": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama": {},
     "llama4": {"text_config": _LLAMA4_TEXT},
@@ -408,6 +427,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _LINEAR_FULL,
     "qwen4_exp": {"text_config": _QWEN4_TEXT},
     "qwen4_exp_text": _QWEN4_TEXT,
+    "sarvam_mla": _LATENT,
+    "sarvam_moe": {"use_qk_norm": True},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "solar_open": {},

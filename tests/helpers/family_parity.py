@@ -122,7 +122,7 @@ def measure_parity(family: str, layout: str) -> float:
 REFUSED = {
     "gemma4": "cannot be sharded",
     "got_ocr2": "would split one of these parameters in the middle of a row",
-    "inkling2_text": "sequence_parallel=True is not possible for",
+    **dict.fromkeys(("inkling2_loop_text", "inkling2_text"), "sequence_parallel=True is not possible for"),
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""
 
@@ -130,11 +130,11 @@ UNDIVIDED = "cannot be divided into pipeline stages: "
 
 
 def has_plan(family: str) -> bool:
-    """Whether the installed transformers has a plan for ``family``, or this package."""
+    """Whether the installed transformers has a plan for the layers of ``family``, or this package."""
     config_class = CONFIG_MAPPING[family]
     text = config_class.sub_configs.get("text_config")
     plans = (config_class.base_model_tp_plan, getattr(text, "base_model_tp_plan", None))
-    return any(plans) or family in FAMILIES
+    return any("*" in name for plan in plans for name in plan or ()) or family in FAMILIES
 
 
 def get_optional_refusal(family: str, error: RankError) -> str | None:

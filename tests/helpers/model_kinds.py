@@ -153,6 +153,21 @@ class MixerLayer(nn.Module):
         return self.mlp(self.mixer(self.norm(hidden)))
 
 
+class Convolved(nn.Module):
+    """Reads a convolution in float64 without a call, as layers do that hand its weights to a fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(32, 32)
+        self.convolution = nn.Conv1d(32, 32, 3, padding=1, groups=32, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, bias = self.convolution.weight, self.convolution.bias
+        channels = self.into(hidden).double().transpose(1, 2)
+        mixed = nn.functional.conv1d(channels, weight, bias, padding=1, groups=32)
+        return hidden + mixed.transpose(1, 2).float()
+
+
 class OddBlock(nn.Module):
     """Has weights that are not contiguous, a frozen weight in float8, and a buffer whose elements share memory."""
 
@@ -356,6 +371,18 @@ MODELS = {
         blocks.0
         blocks.1.mixer.into kept
         blocks.1.mixer kept
+        blocks.1 kept
+        embedding
+        head
+        root kept output
+        """,
+    ),
+    "convolutions-that-are-not-called": Model(
+        lambda: Stack(nn.ModuleList(Convolved() for _ in range(2))),
+        """
+        blocks.0.convolution
+        blocks.0
+        blocks.1.convolution kept
         blocks.1 kept
         embedding
         head

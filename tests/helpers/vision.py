@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from helpers.vision_families import END, FAMILIES, IMAGE, LENGTH, START
 
 _IMAGE_TOKENS = {
+    "apertus1p5": 16,
     "chameleon": 49,
     "deepseek_ocr2": 145,
     "deepseek_vl": 16,
@@ -24,6 +25,7 @@ _IMAGE_TOKENS = {
     "fuyu": 16,
     "granite4_vision": 10,
     "hunyuan_vl": 8,
+    "hy_v4_vl": 6,
     "instructblipvideo": 8,
     "janus": 16,
     "llava": 16,
@@ -203,6 +205,7 @@ _POOLING = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 """Which of 4 by 4 patches become a token together."""
 
 _INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
+    "apertus1p5": _see_pixels(1, 3, 16, 16, image_sizes=[[16, 16]]),
     "cohere_compass": _see_typed_patches,
     "cosmos3_edge": _see_typed_flat_patches,
     "cosmos3_omni": _see_typed_patches,
@@ -226,11 +229,13 @@ _INPUTS: dict[str, Callable[[Tensor, torch.Generator], Inputs]] = {
     "granite4_vision": _see_sized_tiles,
     "granite_docling": _see_masked_tiles,
     "hunyuan_vl": _see_typed_flat_patches,
+    "hy_v4_vl": _see_typed_flat_patches,
     "hyperclovax_vision_v2": _see_patches,
     "idefics": _see_image_of_idefics,
     "idefics2": _see_tiles,
     "idefics3": _see_tiles,
     "inkling2": _see_merged_squares,
+    "inkling2_loop": _see_merged_squares,
     "inkling_mm_model": _see_deep_squares,
     "instructblip": _see_with_question,
     "instructblipvideo": partial(_see_with_question, frames=4),

@@ -145,6 +145,7 @@ _INKLING: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+_INKLING2: dict[str, Any] = {**_TOWER, "posemb_grid_size": 4, "projection_hidden_dim": 64, "text_hidden_size": 64}
 _KOSMOS_TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 256,
@@ -208,6 +209,31 @@ _QWEN3_TOWER: dict[str, Any] = {**_QWEN_TOWER, **_QWEN_WIDTHS, "num_position_emb
 _QWEN3_LINEAR: dict[str, Any] = {**_TEXT, **_LINEAR, **_turn(2, 1, 1, partial_rotary_factor=0.5)}
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "text_config": _TEXT,
+        "vision_config": {
+            "codebook_size": 16,
+            "embed_dim": 16,
+            "latent_channels": 16,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 2],
+            "num_res_blocks": 1,
+            "attn_resolutions": [4],
+            "resolution": 16,
+        },
+        "audio_config": {
+            "model_type": "wavtokenizer_encoder",
+            "num_filters": 4,
+            "upsampling_ratios": [2, 2],
+            "hidden_size": 16,
+            "codebook_dim": 16,
+            "codebook_size": 16,
+        },
+        "image_token_id": IMAGE,
+        "audio_token_id": 9,
+        "image_token_offset": 96,
+        "audio_token_offset": 112,
+    },
     "aria": {
         "text_config": {**_TEXT, "intermediate_size": 32, "moe_num_experts": 4, "moe_topk": 2},
         "vision_config": {**_TOWER, "model_type": "idefics3_vision"},
@@ -522,6 +548,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "im_end_id": END,
         "im_newline_id": 9,
     },
+    "hy_v4_vl": {
+        "text_config": {
+            **_TEXT,
+            **_MOE,
+            **_LATENT,
+            **_turn(2, 1, 1),
+            "mlp_layer_types": ["dense", "sparse"],
+            "indexer_types": ["full", "shared"],
+            "index_topk": 8,
+            "index_n_heads": 4,
+            "index_head_dim": 16,
+            "hc_mult": 2,
+        },
+        "vision_config": {**_TOWER, "max_image_size": 56, "out_hidden_size": 64},
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+    },
     "hyperclovax_vision_v2": {
         "text_config": _TEXT,
         "vision_config": _WINDOWS,
@@ -563,7 +606,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
             "n_layers_per_attn_res_block": 2,
         },
-        "vision_config": {**_TOWER, "posemb_grid_size": 4, "projection_hidden_dim": 64, "text_hidden_size": 64},
+        "vision_config": _INKLING2,
+        "image_token_id": IMAGE,
+    },
+    "inkling2_loop": {
+        "text_config": {
+            **_TEXT,
+            **_INKLING,
+            "unpadded_vocab_size": VOCABULARY,
+            "num_hidden_layers": 3,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_num_passes": 2,
+            "loop_gate_rank": 4,
+        },
+        "vision_config": _INKLING2,
         "image_token_id": IMAGE,
     },
     "inkling_mm_model": {

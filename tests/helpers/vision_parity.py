@@ -50,7 +50,7 @@ _DEEPSTACK = (
 REFUSED = {
     **dict.fromkeys(_DEEPSTACK, "features of its images"),
     "gemma4": "cannot be sharded",
-    "inkling2": "sequence_parallel=True is not possible for",
+    **dict.fromkeys(("inkling2", "inkling2_loop"), "sequence_parallel=True is not possible for"),
     "udop": "are tied, but belong to different blocks",
 }
 """Families that are refused, on some layouts at least, and a part of the reason that the package gives."""

@@ -1,22 +1,25 @@
 """Models whose tokens see their labels are refused, and sequences that are longer than a model's positions are said."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.families import get_families, make_family_config
-from helpers.models import GPT2, LLAMA
+from helpers.models import GPT2, LLAMA, make_token_batches
 from helpers.ranks import RankError, run_ranks
-from helpers.user_modules import make_trainer
+from helpers.user_modules import make_loader, make_trainer
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fsdp2 import CausalLM
 from lightning_fsdp2.compat.torch_simulation import FakeTensorMode
 from lightning_fsdp2.models import trial
-from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names
+from lightning_fsdp2.models.causal_lm import _METRICS
+from lightning_fsdp2.models.language_checks import check_causal, check_length, check_names, warn_of_unknown_monitors
 
 SAMPLE = ("llama", "gpt2", "mixtral", "gemma3_text", "qwen3_next", "deepseek_v3")
 
@@ -216,3 +219,41 @@ def test_a_misspelt_name_in_a_batch_is_an_error(name: str, nearest: str) -> None
             make_trainer(devices=1).fit(CausalLM(config=LLAMA), DataLoader([row]))
 
     run_ranks(run, 1, group=False)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "meant"),
+    [
+        ("val_loss", "val/loss"),
+        ("val/los", "val/loss"),
+        ("validation/loss", "val/loss"),
+        ("train_perplexity", "train/perplexity"),
+        ("val/loss", None),
+        ("val_acc", None),
+        ("accuracy", None),  # a callback may log it
+        ("throughput/tokens_per_second", None),
+    ],
+)
+def test_a_misspelt_metric_is_said_before_training(monitor: str, meant: str | None) -> None:
+    callbacks = [EarlyStopping(monitor), ModelCheckpoint(monitor=monitor), ModelCheckpoint()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_unknown_monitors(callbacks, ("train/loss", "train/perplexity", "val/loss", "val/perplexity"))
+    said = [str(each.message) for each in caught]
+    assert len(said) == (2 if meant else 0)
+    for kind, line in zip(("EarlyStopping", "ModelCheckpoint"), said, strict=False):
+        assert line.startswith(f"{kind}(monitor={monitor!r}): CausalLM logs no such metric; did you mean {meant!r}?")
+
+
+def test_a_fit_says_it_and_its_metrics_are_those_that_are_known(tmp_path: Path) -> None:
+    batches = make_token_batches(4, ragged=False)
+
+    def run() -> set[str]:
+        trainer = make_trainer(
+            callbacks=[EarlyStopping("val_loss", strict=False)], log_every_n_steps=1, val_check_interval=2
+        )
+        with pytest.warns(UserWarning, match="did you mean 'val/loss'"):
+            trainer.fit(CausalLM(config=LLAMA), make_loader(batches), make_loader(batches))
+        return set(trainer.callback_metrics)
+
+    assert {*_METRICS} - {"train/load_balance_loss"} == run_ranks(run, 1)[0]

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import transformers
 from helpers.cover import Matrix
 from helpers.families import get_families, make_family_config, make_family_model
 from helpers.mesh_runs import Case, MetricsLogger, RankBatches, check_parity, join_batches
@@ -14,6 +15,7 @@ from helpers.oracle import EPSILON, LEARNING_RATE
 from helpers.ranks import run_ranks
 from helpers.router_loss import COEFFICIENT, mask_padding, token_sum_loss
 from helpers.user_modules import make_trainer
+from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -22,6 +24,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from lightning_fsdp2 import CausalLM, DDPStrategy, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.models.router_loss import OTHER_LOSSES, find_router_loss, record_routing
 from lightning_fsdp2.parallel.loss.load_balance import compute_load_balance, sum_routing
+
+IS_BEFORE_5_23 = Version(transformers.__version__) < Version("5.23")
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
@@ -133,6 +137,8 @@ def test_the_loss_is_that_of_transformers(family: str) -> None:
             output_router_logits=True,
             use_cache=False,
         )
+    if output.router_logits is None and IS_BEFORE_5_23:
+        pytest.skip("this transformers returns no router logits of Granite; a training step refuses the loss")
     loss = find_router_loss(model, None if model.config.output_router_logits else 0.1)
     assert loss is not None
     routing = sum_routing(output.router_logits, loss.top_k, attention_mask=batch["attention_mask"])

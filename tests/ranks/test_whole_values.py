@@ -1,5 +1,6 @@
 """What Python reads from a DTensor is the value of the whole tensor, on every rank; the oracle is the plain tensor."""
 
+import itertools
 import math
 import os
 import re
@@ -13,13 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.models import LLAMA, make_causal_lm, make_token_batches
+from helpers.oracle import assert_equal_gradients, whole
 from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.ranks import whole_values
 from lightning_fsdp2.ranks.whole_values import get_whole, treat_dtensors_as_whole
 
@@ -274,3 +278,61 @@ def _read_other_kinds() -> None:
 
 def test_gradients_inference_mode_and_the_meta_device_are_as_for_plain_tensors() -> None:
     run_ranks(_read_other_kinds, 2)
+
+
+COMBINATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "+": lambda loss, penalty: loss + 0.1 * penalty,
+    "+ a loss": lambda loss, penalty: penalty + loss,
+    "sum": lambda loss, penalty: sum([loss, penalty]),  # type: ignore[arg-type, return-value]
+    "-": lambda loss, penalty: loss - penalty,
+    "- a loss": lambda loss, penalty: penalty - loss,
+    "*": lambda loss, penalty: loss * penalty,
+    "/": lambda loss, penalty: loss / penalty,
+    "/ a loss": lambda loss, penalty: penalty / loss,
+    "**": lambda loss, penalty: loss ** (0.01 * penalty),
+    "/ a value of the batch": lambda loss, penalty: loss + penalty / loss.detach(),
+    "times a tensor": lambda loss, penalty: loss + torch.tensor(0.3) * penalty,
+    "whole": lambda loss, penalty: loss * (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty),
+}
+"""Ways to combine a batch's loss with a penalty on weights. In some, the penalty's gradient depends on the batch."""
+
+
+def make_llama() -> Any:
+    torch.manual_seed(0)
+    return make_causal_lm({**LLAMA, "num_hidden_layers": 2})
+
+
+def penalise(model: nn.Module, name: str) -> Tensor:
+    return sum(weight.square().sum() for key, weight in model.named_parameters() if name in key)  # type: ignore[return-value]
+
+
+def check_penalties(sizes: dict[str, int], names: tuple[str, ...]) -> None:
+    """Compare gradients with those of one process, for penalties on the weights that have one of ``names`` in theirs.
+
+    Each data parallel rank has another batch, and so another loss.
+    """
+    tp_size, mesh = sizes.get("tp_size", 1), create_device_mesh(**sizes)
+    batches = make_token_batches(mesh.size() // tp_size, ragged=False)
+    own, model, alone = batches[dist.get_rank() // tp_size], make_llama(), make_llama()
+    FSDP2Manager(FSDP2Config(mp_policy=MixedPrecisionPolicy()), mesh).parallelize(model)
+    for name, combine in itertools.product(names, COMBINATIONS.values()):
+        losses = [combine(alone(**batch).loss, penalise(alone, name)) for batch in batches]
+        torch.stack(losses).mean().backward()
+        loss = combine(model(**own).loss, penalise(model, name))
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), losses[dist.get_rank() // tp_size].detach())
+        gradients = whole({key: weight.grad for key, weight in model.named_parameters()})
+        expected = {key: weight.grad for key, weight in alone.named_parameters()}
+        assert_equal_gradients(gradients, expected)
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_a_penalty_on_weights_has_the_gradients_of_one_process() -> None:
+    run_ranks(check_penalties, 2, {}, ("layers.0",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}, {"tp_size": 2}], ids=str)
+def test_it_has_them_on_every_mesh(sizes: dict[str, int]) -> None:
+    run_ranks(check_penalties, 4, sizes, ("layers.0", ""))

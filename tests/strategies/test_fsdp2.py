@@ -356,19 +356,31 @@ def test_flags_that_a_module_which_shards_itself_would_ignore_are_refused() -> N
     run_ranks(run, WORLD)
 
 
-class StaleOptimizer(Regressor):
-    def __init__(self) -> None:
+class EarlyOptimizer(Regressor):
+    """Has an optimizer from before sharding, of its own parameters or of another module's."""
+
+    def __init__(self, owner: nn.Module | None = None) -> None:
         super().__init__()
-        self.stale = make_optimizer(self.parameters())
+        self.early = make_optimizer((owner or self).parameters())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.stale
+        return self.early
 
 
-def test_optimizer_built_before_sharding_is_refused() -> None:
+def test_optimizer_built_before_sharding_gets_the_sharded_parameters() -> None:
+    def run() -> None:
+        module, expected, batches = EarlyOptimizer(), Regressor(), make_batches(2 * WORLD)
+        make_trainer().fit(module, make_loader(batches))
+        train_alone(expected, batches)
+        assert_same_weights(module, expected)
+
+    run_ranks(run, WORLD)
+
+
+def test_optimizer_of_another_module_is_refused() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=r"9 of the 9 parameters of SGD .* in `configure_optimizers`"):
-            make_trainer().fit(StaleOptimizer(), make_loader(make_batches(4)))
+            make_trainer().fit(EarlyOptimizer(Regressor()), make_loader(make_batches(4)))
 
     run_ranks(run, WORLD)
 

@@ -468,7 +468,9 @@ def test_the_command_line_refuses_16_mixed_which_lightning_would_replace_on_a_cp
 
 
 @pytest.mark.guarantees("float32-of-a-family")
-@pytest.mark.parametrize("family", keep_known("ernie4_5_moe", "deepseek_v3", "inkling_text"))
+@pytest.mark.parametrize(
+    "family", keep_known("ernie4_5_moe", "deepseek_v3", "inkling_text", "bailing_hybrid", "hunyuan_v1_moe")
+)
 def test_weights_that_a_family_keeps_in_float32_compute_in_it(family: str, tmp_path: Path) -> None:
     """Routers and others; the same weights in the same dtypes as in transformers, and gradients as in one process."""
     torch.manual_seed(0)

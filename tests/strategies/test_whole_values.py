@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from helpers.families import make_family_model
 from helpers.models import make_token_batches
 from helpers.oracle import whole
 from helpers.ranks import run_ranks
-from helpers.user_modules import Regressor, WithModel, make_batches, make_trainer
+from helpers.user_modules import Batch, Regressor, WithModel, make_batches, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -153,3 +153,36 @@ def check_model(sizes: dict[str, int], family: str) -> None:
 )
 def test_gradients_of_tensor_and_expert_parallel_weights_are_read_whole(sizes: dict[str, int], family: str) -> None:
     run_ranks(check_model, 4, sizes, family, group=False)
+
+
+def add_in_place(loss: Tensor, penalty: Tensor) -> Tensor:
+    loss += penalty
+    return loss
+
+
+class Penalised(Regressor):
+    """Combines its loss with a penalty on sharded weights by something other than arithmetic."""
+
+    def __init__(self, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.combine = combine
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.combine(super().training_step(batch, batch_idx), self.blocks[0].weight.square().sum())
+
+
+def test_a_penalty_whose_gradient_would_be_a_dtensor_names_the_remedy() -> None:
+    combinations: list[Callable[[Tensor, Tensor], Tensor]] = [
+        add_in_place,
+        torch.maximum,
+        lambda loss, penalty: torch.stack([loss, penalty]).sum(),
+    ]
+
+    def run() -> None:
+        for combine in combinations:
+            with pytest.raises(
+                (RuntimeError, AssertionError), match=r"loss \+ 0.1 \* penalty.*penalty\.full_tensor\(\)"
+            ):
+                make_trainer().fit(Penalised(combine), DataLoader(make_batches(2), batch_size=None))
+
+    run_ranks(run, 2, group=False)

@@ -117,8 +117,12 @@ def test_a_module_that_cannot_be_initialised_is_named() -> None:
 def test_a_module_without_shapes_is_refused_by_name(kind: Kind) -> None:
     module = UserModule()
     module.lazy = nn.LazyLinear(2)
-    with pytest.raises(ValueError, match=r"lazy\.bias, lazy\.weight belong to lazy modules"):
-        kind.make_trainer(devices=1).fit(module, DataLoader(torch.rand(8, WIDTH)))
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"lazy\.bias, lazy\.weight belong to lazy modules"):
+            kind.make_trainer(devices=1).fit(module, DataLoader(torch.rand(8, WIDTH)))
+
+    run_ranks(run, 1)
 
 
 @pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"tp_size": 2}], ids=["hsdp2x2", "dp2xtp2"])

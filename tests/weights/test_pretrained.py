@@ -508,6 +508,26 @@ def test_a_damaged_file_is_named_on_every_rank(damage: str, folder: Path, tmp_pa
     run_ranks(run, 2)
 
 
+def test_files_that_may_not_be_read_are_not_called_missing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    def say_missing(*args: Any, **options: Any) -> None:
+        raise FileNotFoundError("No such file or directory")  # as safetensors does
+
+    save_weights(tmp_path, {"a": torch.zeros(1)})
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "safe_open", say_missing)
+        patch.setattr(pretrained, "open", refuse, raising=False)
+        with pytest.raises(ValueError, match=r"model.safetensors of .* may not be read \(Permission denied\)"):
+            pretrained._open_files(tmp_path)
+    monkeypatch.setattr(pretrained.os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=rf"pretrained='{tmp_path}' may not be read \(Permission denied\); let this"):
+        pretrained.get_weight_files(tmp_path)
+
+
 def test_an_error_of_one_rank_is_raised_on_all(folder: Path, tmp_path: Path) -> None:
     """Where nodes have disks of their own."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

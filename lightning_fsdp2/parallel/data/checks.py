@@ -1,14 +1,19 @@
 """Checks of the parameters that a strategy is to shard."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.autograd import has_gradient_hooks
+from lightning_fsdp2.compat.gradients import has_gradient_hooks
 from lightning_fsdp2.compat.torch import get_storage_id
-from lightning_fsdp2.modules.structure import get_parameter_names, get_parameter_owners
+from lightning_fsdp2.modules.kept_parameters import KeptParameter
+from lightning_fsdp2.modules.structure import get_entrances, get_parameter_names, get_parameter_owners
+from lightning_fsdp2.modules.wrapping import wrap_method
+from lightning_fsdp2.ranks.failures import list_names
 
 
 def check_shardable(model: nn.Module, sharder: str) -> None:
@@ -82,3 +87,27 @@ def check_no_hooks(model: nn.Module, *, remedy: str = "Change") -> None:
             f"The parameters {', '.join(hooked)} have hooks (`register_hook`). These would be lost, because sharding"
             f" replaces the parameters. {remedy} gradients in `on_before_optimizer_step`."
         )
+
+
+def explain_kept_parameters(root: nn.Module, kept: Iterable[KeptParameter]) -> None:
+    """Make methods of ``root`` that use kept parameters like whole tensors fail with an error that names them.
+
+    Call this function before modules are sharded. A root without kept parameters is left alone.
+    """
+    names = dict.fromkeys(place.name for place in kept if not place.is_id)
+    for method in get_entrances(root) if names else ():
+        wrap_method(root, partial(_explain, list(names)), method)
+
+
+def _explain(names: list[str], method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return method(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "A sharded parameter was combined with a whole tensor. Objects outside of modules, such as dicts, lists,"
+            f" partials and closures, keep parameters: {list_names(names)}. A parameter is whole only in the forward of"
+            " the module that owns it, so call this module. To use a weight twice, as a tied head does, give it to a"
+            " second module: `self.head.weight = self.embedding.weight`."
+        ) from error

@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.fsdp import drop_changes_in_place, end_forward, keep_unsharded_after_forward
-from lightning_fsdp2.compat.fsdp_gradients import watch_gradients
+from lightning_fsdp2.compat.gradients import watch_gradients
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_shard_dim
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
@@ -51,10 +52,15 @@ def apply_fully_shard(
     """
     owners = get_parameter_owners(model)
     ignored = set(model.parameters()) - set(owners)  # parameters that metrics hold
-    for parameter in owners:
-        if not isinstance(parameter, DTensor):
-            # FSDP2 shards contiguous weights only, not those of a convolution in `torch.channels_last`, for one
-            parameter.data = parameter.data.contiguous()
+    # FSDP2 shards contiguous weights only, not those of a convolution in `torch.channels_last`, for one
+    rearranged = [p for p in owners if not isinstance(p, DTensor) and not p.is_contiguous()]
+    if rearranged:
+        logger.info(
+            "%d weights become contiguous, because FSDP2 shards no others; `torch.channels_last` is lost.",
+            len(rearranged),
+        )
+    for parameter in rearranged:
+        parameter.data = parameter.data.contiguous()
     units = list(units)
     for module in (module for unit in units for module in unit.modules):
         _check_class(type(module))
@@ -289,6 +295,8 @@ def _shard_unit(
         shard_placement_fn=partial(get_placement, ranks=get_shard_size(mesh)),
     )
     watch_gradients(cast(FSDPModule, unit.modules[0]))  # all modules of a unit have the same parameter groups
+    if unit.reader is not None:
+        unit.reader.register_forward_pre_hook(partial(_gather, unit.modules[0]))
     for module in unit.modules:
         _keep_class_name(module)
     for (module, name), values in attributes.items():
@@ -297,6 +305,11 @@ def _shard_unit(
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(False)
     if unit.gradient_divisor is not None:
         _set_gradient_divisor(cast(FSDPModule, unit.modules[0]), unit.gradient_divisor, get_shard_size(mesh))
+
+
+@torch.compiler.disable
+def _gather(unit: Any, *_: Any) -> None:
+    unit.unshard()
 
 
 def _set_gradient_divisor(module: FSDPModule, divisor: int, ranks: int) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from lightning_fsdp2.compat.fsdp import ensure_gathered_once
-from lightning_fsdp2.compat.fsdp_gradients import (
+from lightning_fsdp2.compat.gradients import (
     drop_unreduced_gradients,
     get_gathered_parameters,
     separate_unreduced_gradients,
@@ -205,7 +205,7 @@ def defer_unit_sync(units: Sequence[FSDPModule], *, reduce_scatter: bool = False
     """Keep the gradients of FSDP2 units unsynchronised inside the ``with`` block; see :func:`defer_grad_sync`.
 
     If several backwards run inside the block, call
-    :func:`~lightning_fsdp2.compat.fsdp_gradients.separate_unreduced_gradients` between them.
+    :func:`~lightning_fsdp2.compat.gradients.separate_unreduced_gradients` between them.
     """
     for unit in units:
         ensure_gathered_once(unit)
@@ -257,7 +257,7 @@ def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:
 def choose_backward_inputs(model: nn.Module, inputs: Sequence[Tensor], accumulates: bool) -> list[Tensor]:
     """Return the tensors that autograd knows instead of the sharded parameters in ``inputs``.
 
-    Use it with :func:`~lightning_fsdp2.compat.autograd.replace_backward_inputs`.
+    Use it with :func:`~lightning_fsdp2.compat.gradients.replace_backward_inputs`.
 
     Args:
         model: A module that holds FSDP2 units.

@@ -26,7 +26,7 @@ All ranks have just gathered the weight together, so they arrive within a layer'
 """
 
 
-def keep_changes_in_place(modules: Iterable[FSDPModule]) -> None:
+def keep_changes_in_place(modules: Iterable[FSDPModule], *, is_pipelined: bool = False) -> None:
     """Make changes that forwards make to gathered weights in place last, as in one process, or fail by name.
 
     All ranks must change a weight in the same forward, as they do with the layers of one model. Each element gets the
@@ -38,23 +38,26 @@ def keep_changes_in_place(modules: Iterable[FSDPModule]) -> None:
 
     Args:
         modules: Modules that ``fully_shard`` was applied to. Nothing is done on ranks that are only simulated.
+        is_pipelined: Whether the model runs once for each micro-batch of a pipeline. Changes are then refused.
     """
     for module in modules:
         if dist.is_initialized() and dist.get_backend() != "fake":
-            watch_gathered_weights(module, _Keeper())
+            watch_gathered_weights(module, _Keeper(is_pipelined))
 
 
 class _Keeper:
     """Watcher of one unit that writes changes into the shards."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_pipelined: bool) -> None:
+        self._is_pipelined = is_pipelined
         self._changes = 0
 
     def check_first(self, weights: list[GatheredWeight], ranks: GatheringRanks) -> None:
-        """Refuse weights that the forward changed through ``.data``, which version numbers do not count.
+        """Refuse weights that the forward replaced, or changed through ``.data``, which version numbers do not count.
 
         This reads the weights, so it is done only once.
         """
+        _check_not_replaced(weights)
         plain = [weight for weight in weights if _is_plain(weight)]
         changed = [weight.name for weight in plain if not _is_same(*_get_own_rows(weight, ranks)).all()]
         if changed:
@@ -69,10 +72,19 @@ class _Keeper:
         """Write the changes of all ranks into this rank's shards.
 
         Raises:
-            RuntimeError: If ranks have changed a weight differently, if not all ranks have changed it, or if
-                recomputation has changed it once more.
+            RuntimeError: If the forward has replaced a weight, if ranks have changed it differently, if not all ranks
+                have changed it, if recomputation has changed it once more, or if the model is pipelined.
         """
-        self._wait(list_names([weight.name for weight in weights]), ranks.ranks)
+        _check_not_replaced(weights)
+        names = list_names([weight.name for weight in weights])
+        if self._is_pipelined:
+            raise RuntimeError(
+                f"The forward has changed {names} in place. With pp_size > 1, it runs for several micro-batches before"
+                " the first backward, so the change would be made several times, and backwards would not have the"
+                " weights of their forward. Change weights between steps, as in `on_train_batch_start`, or use"
+                " pp_size=1."
+            )
+        self._wait(names, ranks.ranks)
         merged = [_merge_over_ranks(weight, ranks) for weight in weights]
         if differing := _find(weights, [result.differs for result in merged], ranks):
             raise RuntimeError(
@@ -121,6 +133,15 @@ class _Keeper:
         store.delete_key(get_key(self._changes - 2, rank))  # all ranks are beyond it, so that keys do not pile up
 
 
+def _check_not_replaced(weights: list[GatheredWeight]) -> None:
+    if replaced := [weight.name for weight in weights if weight.is_replaced]:
+        raise RuntimeError(
+            f"The forward has replaced {list_names(replaced)} with another tensor: by assignment, through `.data`, or"
+            " with `set_`. Under FSDP2, the forward sees a copy of the weight, so later steps would compute with wrong"
+            " values. Change the weight in place, under `torch.no_grad()`: `self.weight.copy_(value)`."
+        )
+
+
 class _Merged(NamedTuple):
     """This rank's shard after the changes of all ranks."""
 
@@ -159,8 +180,9 @@ def _exchange_shards(weight: GatheredWeight, ranks: GatheringRanks) -> Tensor:
     size = weight.whole.size(weight.dim)
     cuts = [get_shard_range(size, rank, group.size()) for rank in range(group.size())]
     sent = [weight.whole.narrow(weight.dim, *cut).flatten() for cut in cuts]
-    received = [weight.shard.numel()] * group.size()
-    return exchange(torch.cat(sent), [part.numel() for part in sent], received, group).view(-1, *weight.shard.shape)
+    lengths = [part.numel() for part in sent]
+    received = exchange(torch.cat(sent), lengths, [weight.shard.numel()] * group.size(), group)
+    return received.view(group.size(), *weight.shard.shape)  # which may be without elements
 
 
 def _merge(before: Tensor, versions: Tensor) -> _Merged:

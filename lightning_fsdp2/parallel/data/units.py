@@ -59,6 +59,13 @@ class Unit:
     This is so for weights that a Hugging Face class keeps in float32 while other weights are in bfloat16.
     """
 
+    reader: nn.Module | None = None
+    """Module around this unit that also gathers the weights when it runs.
+
+    It may read the weights without calling the unit's module, as the layers do that hand the weights of a convolution
+    to a fused kernel.
+    """
+
     unshard_in_backward: bool = True
     """Whether backward gathers the weights. False for an untied embedding, whose gradient does not need them."""
 
@@ -370,12 +377,12 @@ def _take_out_other_dtypes(
         inside = {own[inner] for inner in get_modules(module) if inner in own}
         return inside.pop() if len(inside) == 1 else around
 
-    def visit(module: nn.Module, around: torch.dtype) -> None:
+    def visit(module: nn.Module, around: torch.dtype, reader: nn.Module | None) -> None:
         seen.add(module)
         dtype = get_dtype(module, around)
         for child in module.children():
             if child not in seen:
-                visit(child, dtype)
+                visit(child, dtype, module if has_forward(module) else reader)
         if dtype != around:
             if not has_forward(module):
                 parameters = [names[parameter] for parameter in module.parameters(recurse=False)]
@@ -384,10 +391,10 @@ def _take_out_other_dtypes(
                     f" forward, inside a module of {around}, and FSDP2 gathers the two dtypes separately. Cast them to"
                     " one dtype, or put the parameters directly into a module that has a forward."
                 )
-            units.append(Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward))
+            units.append(Unit(modules=[module], reshard_after_forward=unit.reshard_after_forward, reader=reader))
 
     for top in unit.modules:
-        visit(top, main)
+        visit(top, main, None)
     unit.modules = [top for top in unit.modules if get_dtype(top, main) == main]
     return units
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2.compat.autograd import UnreducedGradient, count_gradient_hooks, has_gradient_hooks
+from lightning_fsdp2.compat.gradients import UnreducedGradient, count_gradient_hooks, has_gradient_hooks
 from lightning_fsdp2.compat.megatron import (
     abandon_backward,
     get_gradient_buffer,

@@ -23,7 +23,7 @@ from lightning_fsdp2.compat.fsdp import (
     initialize_root,
     keep_unsharded_after_forward,
 )
-from lightning_fsdp2.compat.fsdp_gradients import separate_unreduced_gradients
+from lightning_fsdp2.compat.gradients import separate_unreduced_gradients
 from lightning_fsdp2.compat.torch_simulation import with_values
 from lightning_fsdp2.config import FSDP2Config
 from lightning_fsdp2.mesh import get_device

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.autograd import has_gradient_hooks
+from lightning_fsdp2.compat.gradients import has_gradient_hooks
 from lightning_fsdp2.mesh import get_device, get_extra_group, get_mesh
 from lightning_fsdp2.mesh_axes import get_pipeline_control
 from lightning_fsdp2.modules.stages import PipelineRanks

@@ -317,16 +317,19 @@ FAMILIES: dict[str, PlanBuilder] = {
 
 CORRECTIONS: dict[str, PlanBuilder] = {
     "apertus": _apertus,
+    "apertus1p5_text": _apertus,
     "cohere": _cohere,
     "gemma3n_text": _gemma3n,
     "glm4_moe": _norms_of_heads("q_norm", "k_norm"),
     "glm5_next_text": _glm5_next,
+    "inkling2_loop_text": _inkling,
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
     "qwen3_omni_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen3_vl_moe_text": _norms_of_heads("q_norm", "k_norm"),
     "qwen4_exp_text": _qwen4,
+    "sarvam_moe": _norms_of_heads("q_norm", "k_norm"),
 }
 """Entries that are missing or wrong in the models' own plans, by model type."""
 
@@ -339,6 +342,9 @@ REFUSED_FAMILIES = {
 _PER_LAYER = ("per_layer_input_gate", "per_layer_projection")
 DEEPSTACK = LayerTraits(refused="the model adds features of its images to whole sequences between its layers")
 _HYPER_CONNECTIONS = LayerTraits(pointwise=("attn_hc", "ffn_hc"))
+_EARLIER_LAYERS = LayerTraits(
+    refused="the model combines results of its layers with whole sequences from earlier layers (`block_states`)"
+)
 TRAITS: dict[str, LayerTraits] = {
     "bloom": LayerTraits(regions_take_residual=True),
     "deepseek_v4": _HYPER_CONNECTIONS,
@@ -348,9 +354,9 @@ TRAITS: dict[str, LayerTraits] = {
     "gemma4_text": LayerTraits(pointwise=("router", *_PER_LAYER), per_position=("per_layer_input",)),
     "glm5_next_text": _HYPER_CONNECTIONS,
     "hy_v4": _HYPER_CONNECTIONS,
-    "inkling2_text": LayerTraits(
-        refused="the model combines results of its layers with whole sequences from earlier layers (`block_states`)"
-    ),
+    "hy_v4_vl_text": _HYPER_CONNECTIONS,
+    "inkling2_loop_text": _EARLIER_LAYERS,
+    "inkling2_text": _EARLIER_LAYERS,
     "muse_spark_text": LayerTraits(pointwise=("post_attention_residual_gate", "post_feedforward_residual_gate")),
     "qwen4_exp_text": LayerTraits(pointwise=("attn_hyper_connection", "mlp_hyper_connection")),
 }

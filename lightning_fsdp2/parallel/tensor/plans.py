@@ -68,7 +68,7 @@ STYLES: dict[str, Style] = {
     "mla_kv_a_proj": LatentKeyValue(),
     "all_reduce": SummedResult(),
 }
-"""Styles of this package, by the names that plans in transformers 5.17 to 5.23 use. ``qkv_colwise`` is our own name."""
+"""Styles of this package, by the names that plans in transformers 5.17 to 5.24 use. ``qkv_colwise`` is our own name."""
 
 _REFUSED = {
     "sequence_parallel": "sequence parallelism is derived from the rest of the plan; set sequence_parallel=True",

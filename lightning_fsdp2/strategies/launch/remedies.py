@@ -1,11 +1,14 @@
 """Advice for errors of torch and Lightning that do not name their cause."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from traceback import walk_tb
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 
+import torch
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import grad_norm
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -28,6 +31,16 @@ _PEER_IS_LOST = (
 _CALLS_OF_MODULES = ("forward", "_call_impl", "training_step", "validation_step", "test_step", "predict_step")
 """Functions in which units gather their weights. Other code, such as a hook, sees shards."""
 
+_BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+
+_GATHER_WEIGHTS = "gather them first: `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`"
+
+_WHOLE_PENALTY = (
+    "The loss of a batch was combined with a value of sharded weights (a DTensor), such as a penalty. Use `+`, `-`, `*`"
+    " or `/` for it, not in place, as in `loss + 0.1 * penalty`, or first make the value whole:"
+    " `penalty.full_tensor()`."
+)
+
 
 def add_remedy(exception: BaseException, hosts: Sequence[str], *, context_parallel: bool = False) -> None:
     """Append advice to the message of ``exception``, if its cause is known; see :func:`get_optional_remedy`."""
@@ -48,6 +61,8 @@ def get_optional_remedy(
     """
     if "mixed torch.Tensor and DTensor" in str(exception):
         return _get_remedy_for_mixed_tensors(exception)
+    if isinstance(exception, AssertionError) and _is_raised_in_dtensor(exception):
+        return _WHOLE_PENALTY  # `loss += penalty` fails without a message
     if "must have the same mesh" in str(exception) and _find_calls(clip_grad, exception):
         return (
             "torch's functions that clip gradients cannot add up norms over several meshes, such as those of experts"
@@ -59,6 +74,11 @@ def get_optional_remedy(
             "Under context parallelism (cp_size > 1), logits hold this rank's part of each sequence. Pass `labels` to"
             " the model and use its loss, or compute the loss from this rank's labels or from gathered logits, as"
             " docs/context_parallel.md shows."
+        )
+    if "is a view and its base or another view of its base has been modified inplace" in str(exception):
+        return (
+            "Under tensor parallelism, the forward of a layer computes with views of its weights. If it changes a"
+            " weight in place, change it between steps instead, as in `on_train_batch_start`, or use tp_size=1."
         )
     if "setStorage" in str(exception) and "storage of size 0" in str(exception):
         return (
@@ -94,7 +114,10 @@ def _get_remedy_for_mixed_tensors(exception: BaseException) -> str:
             " Pass `labels` to the model and use its loss, or use lightning_fsdp2.token_mean_loss, or set"
             " loss_parallel=False."
         )
-    for frame in reversed([frame for frame, _ in walk_tb(exception.__traceback__)]):
+    frames = [frame for frame, _ in walk_tb(exception.__traceback__)]
+    if _is_raised_by_autograd(frames):
+        return _WHOLE_PENALTY
+    for frame in reversed(frames):
         if frame.f_code.co_name in _CALLS_OF_MODULES:
             break
         caller = frame.f_locals.get("self")
@@ -108,15 +131,26 @@ def _get_remedy_for_mixed_tensors(exception: BaseException) -> str:
             return (
                 "Outside of a forward, parameters and their gradients are sharded (DTensors). In hooks, make other"
                 " tensors from them, as with `torch.zeros_like(p.grad)` or `torch.randn_like(p.grad)`, or read the"
-                " whole value with `p.grad.full_tensor()` on all ranks."
+                f" whole value with `p.grad.full_tensor()` on all ranks. To compute with weights, {_GATHER_WEIGHTS}."
             )
     return (
         "A part of a sharded module was used outside of its unit's forward. Call the model or a whole layer; or, to"
-        " read weights, gather them first:"
-        " `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`; or, to train through a"
+        f" read weights, {_GATHER_WEIGHTS}; or, to train through a"
         " method other than `forward`, make this method gather the weights, in `on_fit_start`:"
         ' `torch.distributed.fsdp.register_fsdp_forward_method(self.vae, "encode")`.'
     )
+
+
+def _is_raised_by_autograd(frames: Sequence[FrameType]) -> bool:
+    """Return whether autograd raised an error in backward, and not in a hook of the user's."""
+    names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in reversed(frames)]
+    own = len(list(takewhile(lambda name: name in ("torch", __name__.partition(".")[0]), names)))
+    return any(frame.f_code in _BACKWARDS for frame in frames[len(frames) - own :])
+
+
+def _is_raised_in_dtensor(exception: BaseException) -> bool:
+    frames = [frame for frame, _ in walk_tb(exception.__traceback__)]
+    return any(frame.f_globals.get("__name__", "").startswith(f"{DTensor.__module__}.") for frame in frames[-1:])
 
 
 def _is_raised_in_loss(exception: BaseException) -> bool:

@@ -6,6 +6,8 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
@@ -51,8 +53,14 @@ def refuse_options(trainer: Trainer, callbacks: Mapping[type[Callback], str], *,
     """
     refuse_callbacks(trainer, callbacks)
     check_optimization(trainer)
+    _warn_of_no_batches(trainer)
     if not traces_module and trainer.lightning_module.example_input_array is not None:
         refuse_graphs(trainer)
+
+
+def _warn_of_no_batches(trainer: Trainer) -> None:
+    if trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches == 0:
+        rank_zero_warn("limit_train_batches=0: no batch is trained. Leave it out to train on all batches.")
 
 
 def refuse_callbacks(trainer: Trainer, refused: Mapping[type[Callback], str]) -> None:

@@ -10,16 +10,32 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.collectives import StepCounter
-from helpers.ranks import raises_on_all_ranks, run_ranks
+from helpers.models import GPT2, LLAMA, make_causal_lm
+from helpers.oracle import whole
+from helpers.ranks import RankError, raises_on_all_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
 from lightning_fsdp2.parallel.data import in_place
+from lightning_fsdp2.parallel.pipeline.plain_loop import train_on_stages
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
 from lightning_fsdp2.ranks.whole_tensors import gather
 
 WIDTH = 6
+
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 class Clipped(nn.Linear):
@@ -59,7 +75,10 @@ class ActNorm(nn.Module):
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
         self.mean = nn.Parameter(torch.zeros(width))
-        self.register_buffer("is_ready", torch.tensor(False))
+        self.is_ready = self.make_flag()
+
+    def make_flag(self) -> Tensor:
+        return nn.Buffer(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_ready:
@@ -69,8 +88,16 @@ class ActNorm(nn.Module):
                 mean /= 2
             with torch.no_grad():
                 self.mean.copy_(mean)
-            self.is_ready.fill_(True)
+            with torch.no_grad():
+                self.is_ready.fill_(1.0)
         return x - self.mean
+
+
+class Flagged(ActNorm):
+    """With a flag of one element in a parameter, of which only the first rank has a part."""
+
+    def make_flag(self) -> Tensor:
+        return nn.Parameter(torch.zeros(1), requires_grad=False)
 
 
 class OwnCodebook(nn.Module):
@@ -133,7 +160,7 @@ def shard(model: nn.Module, replicas: int = 1, **options: Any) -> nn.Module:
     return FSDP2Manager(config, mesh).parallelize(model)
 
 
-KINDS = [Clipped, UnitRows, FrozenRows, Limited, ActNorm]
+KINDS = [Clipped, UnitRows, FrozenRows, Limited, ActNorm, Flagged]
 
 
 def compare(kind: Any, **options: Any) -> None:
@@ -152,7 +179,7 @@ def compare(kind: Any, **options: Any) -> None:
     [
         {},
         {"reshard_after_forward": False},
-        {"reshard_after_forward": True, "activation_checkpointing": True},
+        {"activation_checkpointing": True},
         {"enable_fsdp2_prefetch": False, "replicas": 2},
     ],
     ids=["default", "gathered", "recomputed", "replicas"],
@@ -166,6 +193,16 @@ def test_weights_changed_in_place_are_those_of_one_process(options: dict[str, An
                 raise AssertionError(kind.__name__) from error
 
     run_ranks(run, 2)
+
+
+def test_changes_reach_the_shards_that_fewer_ranks_hold_until_backward() -> None:
+    """On four ranks, of which the last has no rows."""
+
+    def run() -> None:
+        for kind in (Clipped, Limited):
+            compare(kind, reshard_after_forward=2)
+
+    run_ranks(run, 4)
 
 
 @pytest.mark.guarantees("weights-changed-in-place-differently")
@@ -230,14 +267,80 @@ class ByAssignment(nn.Linear):
         return super().forward(x)
 
 
+class ByParameter(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = nn.Parameter(self.weight.detach().clamp(-0.1, 0.1))
+        return super().forward(x)
+
+
+class BySet(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.set_(self.weight.clamp(-0.1, 0.1))
+        return super().forward(x)
+
+
 @pytest.mark.guarantees("weights-changed-through-data")
-@pytest.mark.parametrize("kind", [ByData, ByAssignment])
+@pytest.mark.parametrize("kind", [ByData, ByAssignment, ByParameter, BySet])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False, "activation_checkpointing": True}])
 def test_changes_through_data_are_refused_in_the_first_step(kind: Any, options: dict[str, Any]) -> None:
     def run() -> None:
         train(shard(Net(kind), **options), halves=True)
 
     with raises_on_all_ranks(RuntimeError, r"layers\.0\.kind\.weight.*`\.data`.*torch\.no_grad"):
+        run_ranks(run, 2)
+
+
+def clamp(module: nn.Module, args: Any) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.clamp_(-0.02, 0.02)
+
+
+def make_clamping_model(layout: str) -> nn.Module:
+    """A model of which a hook changes the weights that each rank has a part of, or the head, which all have."""
+    torch.manual_seed(0)
+    model = make_causal_lm(QWEN3_MOE if layout == "ep_size" else LLAMA)
+    (model.model.layers[1].mlp.experts if layout == "ep_size" else model.lm_head).register_forward_pre_hook(clamp)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["tp_size", "ep_size"])
+def test_changes_of_parts_of_weights_are_those_of_one_process(layout: str) -> None:
+    tokens = torch.arange(16).view(2, 8)
+
+    def run() -> None:
+        model = make_clamping_model(layout)
+        alone = copy.deepcopy(model)
+        config = FSDP2Config(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+        mesh = create_device_mesh(config, device_type="cpu", **{layout: 2})
+        FSDP2Manager(config, mesh).parallelize(model)
+        for each in (model, alone):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+            for _ in range(2):
+                each(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = whole(dict(model.named_parameters()))
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), msg=lambda text, n=name: f"{n}: {text}")
+
+    run_ranks(run, 2)
+
+
+def test_changes_in_a_pipeline_are_refused() -> None:
+    def run() -> None:
+        model = make_causal_lm(GPT2)
+        for layer in model.transformer.h:
+            layer.mlp.register_forward_pre_hook(clamp)
+        config = FSDP2Config(pp_microbatches=2)
+        mesh = create_device_mesh(config, pp_size=2, device_type="cpu")
+        FSDP2Manager(config, mesh).parallelize(model)
+        tokens = torch.arange(16).view(2, 8)
+        batch = {"input_ids": tokens, "labels": tokens}
+        train_on_stages(model, lambda part: model(**part).loss, batch)
+
+    with pytest.raises(RankError, match=r"transformer\.h\.0\.mlp.*pp_size=1"):
         run_ranks(run, 2)
 
 

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.model_kinds import MODELS, make_moe
-from helpers.models import Block, PlainTransformer
+from helpers.models import LLAMA, Block, PlainTransformer, make_causal_lm
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -112,10 +112,8 @@ def test_a_module_that_is_never_called_is_no_unit() -> None:
 
 
 def test_an_embedding_with_a_norm_of_its_own_is_gathered_for_backward() -> None:
-    from helpers.families import make_family_model
-
-    model = make_family_model("inkling_text")
-    (unit,) = [
-        unit for unit in build_unit_plan(find_structure(model)).units if unit.modules == [model.get_input_embeddings()]
-    ]
+    model = make_causal_lm(LLAMA)
+    embedding = model.get_input_embeddings()
+    embedding.norm = nn.LayerNorm(embedding.embedding_dim)  # as in Inkling
+    (unit,) = [unit for unit in build_unit_plan(find_structure(model)).units if unit.modules == [embedding]]
     assert unit.unshard_in_backward

@@ -485,7 +485,8 @@ def test_adapters_of_low_rank_on_a_frozen_base(name: str, flags: str) -> None:
             r"layers\.0\.self_attn\.q_proj: Linear has the parameters lora_magnitude_vector.* without DoRA",
         ),
         ("llama", {"target_modules": ["o_proj"], "lora_bias": True}, r"o_proj: .* without lora_bias"),
-        ("llama", {"target_modules": ["embed_tokens"]}, "adapters on an embedding do not work"),
+        # tied to the head; with transformers 5.17, an embedding with an adapter is left whole if it is not tied
+        ("gemma", {"target_modules": ["embed_tokens"]}, "adapters on an embedding do not work"),
         (
             "mixtral",
             {"target_parameters": ["mlp.experts.down_proj"]},

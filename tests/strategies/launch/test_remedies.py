@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_fsdp2.strategies.launch import remedies
 from lightning_fsdp2.strategies.launch.remedies import add_remedy, get_optional_remedy, is_raised_in
 
+VIEW = "Output 0 of _ToTorchTensor is a view and its base or another view of its base has been modified inplace."
 FREED = "setStorage: sizes [8], strides [1], and itemsize 4 are out of bounds for storage of size {}"
 
 
@@ -68,6 +69,12 @@ def fail_in_step() -> None:
     FailingStep(torch.nn.Linear(1, 1).parameters()).step()
 
 
+def fail_in_hook_of_backward() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: raise_mixed())
+    weight.sum().backward()
+
+
 def fail_in_loss() -> None:
     def nll_loss(*args: Any, **options: Any) -> None:
         raise_mixed()
@@ -97,6 +104,7 @@ def fail_to_clip() -> None:
         (fail_in_step, r"The step of FailingStep mixes"),
         (FailingForward(), r"unshard_fsdp2_model"),
         (lambda: call_in_hook(FailingForward()), r"unshard_fsdp2_model"),
+        (fail_in_hook_of_backward, r"unshard_fsdp2_model"),
         (fail_in_loss, r"loss_parallel=False"),
         (fail_to_clip, r"lightning_fsdp2\.clip_grad_norm_"),
     ],
@@ -116,6 +124,7 @@ def test_a_loss_of_a_part_of_the_sequence_has_a_remedy_under_context_parallelism
     ("exception", "hosts", "remedy"),
     [
         (RuntimeError("aten.mm.default: got mixed torch.Tensor and DTensor"), [], "unshard_fsdp2_model"),
+        (RuntimeError(VIEW), [], "Under tensor parallelism"),
         (RuntimeError(FREED.format(0)), [], "no second-order gradients"),
         (RuntimeError(FREED.format(16)), [], None),
         (RuntimeError("the storage of size 0 is empty"), [], None),

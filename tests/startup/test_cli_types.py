@@ -13,8 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-import lightning_fsdp2._cli_types
-from lightning_fsdp2._cli_types import register_cli_types
+import lightning_fsdp2.startup.cli_types
 from lightning_fsdp2.config import (
     CheckpointConfig,
     DDPConfig,
@@ -23,6 +22,7 @@ from lightning_fsdp2.config import (
     MegatronFSDPConfig,
     dtype_from_str,
 )
+from lightning_fsdp2.startup.cli_types import register_cli_types
 
 CONFIGS = {FSDP2Config: "FSDP2StandIn", MegatronFSDPConfig: "MegatronStandIn", DDPConfig: "DDPStandIn"}
 
@@ -234,4 +234,4 @@ def test_registering_again_changes_nothing():
 
 def test_without_jsonargparse(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse.typing", None)
-    importlib.reload(lightning_fsdp2._cli_types).register_cli_types(dtype_from_str)
+    importlib.reload(lightning_fsdp2.startup.cli_types).register_cli_types(dtype_from_str)

@@ -3,6 +3,8 @@
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import InvalidVersion, Version
+
 logger = logging.getLogger(__name__)
 
 CHECKED = (5, 24)
@@ -16,10 +18,10 @@ def warn_of_newer_transformers() -> None:
     """
     try:
         installed = version("transformers")
-    except PackageNotFoundError:
+        is_newer = Version(installed).release[:2] > CHECKED
+    except (PackageNotFoundError, InvalidVersion):
         return
-    major, minor = (int(part) for part in installed.split(".")[:2])
-    if (major, minor) > CHECKED:
+    if is_newer:
         logger.warning(
             "transformers %s is newer than %d.%d, the newest version that lightning_fsdp2 was checked with. Parts that"
             " depend on its internals, such as caches and masks, may be wrong; install 'transformers<%d.%d'.",

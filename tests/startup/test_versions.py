@@ -8,17 +8,28 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_fsdp2.compat.versions import CHECKED, warn_of_newer_transformers
+from lightning_fsdp2.startup.versions import CHECKED, warn_of_newer_transformers
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("installed", "warns"), [("5.17.0", False), ("5.24.3", False), ("5.25.0.dev0", True), ("6.0.0", True)]
+    ("installed", "warns"),
+    [
+        ("5.17.0", False),
+        ("5.24.3", False),
+        ("5.24rc1", False),
+        ("5", False),
+        ("no version", False),
+        ("5.25.0.dev0", True),
+        ("5.25rc1", True),
+        ("6.0.0", True),
+        ("6", True),
+    ],
 )
 def test_only_a_newer_version_is_warned_of(installed: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     with (
-        patch("lightning_fsdp2.compat.versions.version", return_value=installed),
+        patch("lightning_fsdp2.startup.versions.version", return_value=installed),
         caplog.at_level(logging.WARNING, "lightning_fsdp2"),
     ):
         warn_of_newer_transformers()
@@ -28,7 +39,7 @@ def test_only_a_newer_version_is_warned_of(installed: str, warns: bool, caplog: 
 
 
 def test_a_missing_transformers_is_no_error() -> None:
-    with patch("lightning_fsdp2.compat.versions.version", side_effect=PackageNotFoundError):
+    with patch("lightning_fsdp2.startup.versions.version", side_effect=PackageNotFoundError):
         warn_of_newer_transformers()
 
 

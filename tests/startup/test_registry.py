@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_fsdp2
-from lightning_fsdp2._registry import STRATEGIES, register_with_lightning
+from lightning_fsdp2.startup.registry import STRATEGIES, register_with_lightning
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
-from lightning_fsdp2.compat.autograd import UnreducedGradient
+from lightning_fsdp2.compat.gradients import UnreducedGradient
 
 WIDTH, RANKS = 4, 2
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_fsdp2._moved import MOVED, UNTIL
+from lightning_fsdp2.startup.moved import MOVED, UNTIL
 
 
 @pytest.mark.guarantees("old-paths")

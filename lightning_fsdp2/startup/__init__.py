@@ -1,0 +1,1 @@
+"""What the import of the package does: names for Lightning, types for the command line, old paths, a version check."""
