@@ -32,6 +32,7 @@ from lightning_fsdp2.export.sources import Weights, open_checkpoint, open_module
 from lightning_fsdp2.ranks.coordination import get_rank, on_first_rank, wait_for_all_ranks
 from lightning_fsdp2.ranks.failures import fail_together
 from lightning_fsdp2.weights.description import build_skeleton
+from lightning_fsdp2.weights.pretrained_checks import count_unbuilt_prediction_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -312,6 +313,8 @@ def _write_configs(folder: Path, skeleton: "PreTrainedModel", layout: FileLayout
 
     _set_dtype(skeleton.config, layout.dtype)
     skeleton.config.architectures = [type(skeleton).__name__]
+    if count_unbuilt_prediction_layers(skeleton):
+        skeleton.config.get_text_config().num_nextn_predict_layers = 0  # else inference engines look for their weights
     if skeleton.is_remote_code():
         custom_object_save(skeleton, folder, config=skeleton.config)  # type: ignore[arg-type]
     skeleton.config.save_pretrained(folder)

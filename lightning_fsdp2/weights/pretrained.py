@@ -304,8 +304,9 @@ def _load(
     )
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with fail_together(get_groups(device_mesh)), _only_first_rank_reports():
-        info = read_shards(model, _open_files(source.folder), config, device, absent)
-        check_loaded(model, info, source.folder, source.allow_missing)
+        files = _open_files(source.folder)
+        info = read_shards(model, files, config, device, absent)
+        check_loaded(model, info, source.folder, source.allow_missing, stored=files)
         check_ties(model, info, source.folder)
     with random_numbers_of_one_process(device, device_mesh), _only_first_rank_reports():
         finish_loading(model, config, info)

@@ -19,8 +19,21 @@ from lightning_fsdp2.ranks.failures import list_names
 logger = logging.getLogger(__name__)
 
 
-def check_loaded(model: Any, info: Any, folder: Path, allow_missing: Sequence[str]) -> None:
-    """Refuse files that do not fit the model. transformers would only warn, and some weights would be wrong."""
+def check_loaded(
+    model: Any, info: Any, folder: Path, allow_missing: Sequence[str], *, stored: Collection[str] = ()
+) -> None:
+    """Refuse files that do not fit the model. transformers would only warn, and some weights would be wrong.
+
+    Args:
+        model: Model whose weights were read.
+        info: What transformers says of the names.
+        folder: Folder of the files.
+        allow_missing: Names, or patterns of names, of weights that the files may lack.
+        stored: Names of all tensors in the files. transformers leaves some out of ``info`` that a class ignores.
+
+    Raises:
+        ValueError: If tensors are missing, left over, or of another shape. The message names them.
+    """
     info = copy.copy(info)
     drop_harmless_keys(model, info)
     missing = {
@@ -44,28 +57,54 @@ def check_loaded(model: Any, info: Any, folder: Path, allow_missing: Sequence[st
             " architecture. If a part of the model is new, such as a head, name it in `allow_missing`. If the model"
             " should not use some tensors, remove them from the files."
         )
-    _warn_of_layers(model, info.unexpected_keys, folder)
+    # the files may name the layers differently from the model
+    _warn_of_layers(
+        model, _find_further_layers(model, stored) or _find_further_layers(model, info.unexpected_keys), folder
+    )
 
 
-def _warn_of_layers(model: nn.Module, unexpected: Collection[str], folder: Path) -> None:
-    """Warn on rank 0 if the files have more layers than the model. Somebody may want that, for a short trial."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
+def count_unbuilt_prediction_layers(model: Any) -> int:
+    """Return how many layers for multi-token prediction the config of ``model`` has and the model has not.
+
+    The files of DeepSeek V3 and GLM-4.5 have such layers, which predict further tokens. The classes of transformers
+    leave them out.
+    """
+    layers = getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0) or 0
+    is_built = any(part in name for name, _ in model.named_parameters() for part in ("mtp", "nextn"))
+    return 0 if is_built else layers
+
+
+def _find_further_layers(model: nn.Module, names: Collection[str]) -> dict[str, set[str]]:
+    """Return the names of tensors in layers that the model does not have, by the name of the list of its layers."""
     layers: dict[str, set[str]] = {}
-    for name in unexpected:
+    for name in names:
         for prefix, number in _split_at_numbers(name):
             if isinstance(each := _find_module(model, prefix), nn.ModuleList) and number >= len(each):
                 layers.setdefault(prefix, set()).add(name)
+    return layers
+
+
+def _warn_of_layers(model: Any, layers: dict[str, set[str]], folder: Path) -> None:
+    """Warn on rank 0 if the files have more layers than the model. Somebody may want that, for a short trial."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    predicting = count_unbuilt_prediction_layers(model)
+    remedy = (
+        f" {predicting} of them predict further tokens (num_nextn_predict_layers), which {get_class_name(model)} does"
+        " not train or export."
+        if predicting
+        else " For all layers, leave the number of layers (such as num_hidden_layers) in its config.json as it was."
+    )
     for prefix, names in sorted(layers.items()):
         number = len(_find_module(model, prefix))  # type: ignore[arg-type]
         logger.warning(
-            "pretrained=%r: %d tensors of the files are not used, because the model has only %d layers in %r: %s. For"
-            " all layers, leave the number of layers (such as num_hidden_layers) in its config.json as it was.",
+            "pretrained=%r: %d tensors of the files are not used, because the model has only %d layers in %r: %s.%s",
             str(folder),
             len(names),
             number,
             prefix,
             list_names(names),
+            remedy,
         )
 
 
