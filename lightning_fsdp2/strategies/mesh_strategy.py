@@ -349,7 +349,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_exception(self, exception: BaseException) -> None:
         RankLauncher.note_end(exception)
         self.batches.end_without_samples(exception)
-        add_remedy(exception, self.hosts, context_parallel=self.cp_size > 1)
+        own_numbers = self.shards_module and self.world.has_mesh and self.world.has_own_random_numbers
+        add_remedy(exception, self.hosts, context_parallel=self.cp_size > 1, own_random_numbers=own_numbers)
 
     # ------------------------------------------------------------------ checkpoints
 
