@@ -201,6 +201,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @override
     def end_evaluation(self) -> None:
+        super().end_evaluation()
         self.driver.expect_writes()
 
     @override

@@ -162,6 +162,11 @@ class MeshStrategy(EvaluatingStrategy, Generic[ManagerT]):
     def begin_evaluation(self) -> None:
         self.share_buffers()
 
+    @override
+    def end_evaluation(self) -> None:
+        # ranks whose batches differ in size may have drawn unequally many numbers
+        self.world.share_random_state(self.root_device)
+
     # ------------------------------------------------------------------ properties for other code
 
     @property
@@ -259,10 +264,10 @@ class MeshStrategy(EvaluatingStrategy, Generic[ManagerT]):
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_training(trainer)
-            self.world.share_random_state(self.root_device)
             refuse_layer_drop(self.lightning_module, apart=self.shards_module and self.world.has_own_random_numbers)
         else:
             self.setup_precision_plugin()
+        self.world.share_random_state(self.root_device)
         self.batches.begin_stage(trainer)
         self.steps.begin_stage(self.lightning_module)
 
