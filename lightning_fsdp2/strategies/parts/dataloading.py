@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
@@ -91,11 +92,11 @@ class _SharedOrder:
 
 _END = object()
 
-_SAMPLERS_THAT_DRAW_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, SequentialSampler)
+_SAMPLERS_THAT_DRAW_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSamplerWrapper)
 
 
 def _draws_at_start_only(sampler: Any) -> bool:
-    """Return whether ``sampler`` draws nothing after its first sample, as those of torch: a swap of states takes time."""
+    """Return whether ``sampler`` draws nothing after its first sample, so that the states are swapped only once."""
     kind = _get_original_class(sampler)
     if kind is BatchSampler:
         return _draws_at_start_only(sampler.sampler)
@@ -121,15 +122,16 @@ def draw_order_from_shared_numbers(loader: Any) -> None:
         return
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     kind = type(sampler)
-    drawing = sampler.sampler if kind is BatchSampler else sampler
-    draws_nothing = isinstance(drawing, SequentialSampler | DistributedSampler | list | tuple | range)
-    if draws_nothing or issubclass(kind, _SharedOrder):
+    drawing = type(sampler.sampler) if kind is BatchSampler else kind
+    if drawing in (SequentialSampler, DistributedSampler) or issubclass(kind, _SharedOrder):
         return
     try:
         sampler.__class__ = type(kind.__name__, (_SharedOrder, kind), {"__slots__": (), "__module__": kind.__module__})
     except TypeError as error:
+        if not isinstance(sampler, Iterator):
+            return  # lists and arrays draw nothing
         raise TypeError(
-            f"The order of the samples must come from the random numbers that all ranks share, but a sampler of type"
+            "The order of the samples must come from the random numbers that all ranks share, but a sampler of type"
             f" {kind.__name__} cannot be made to draw them. Use a class with `__iter__`, such as a subclass of"
             " torch.utils.data.Sampler, or random_numbers='shared' of the strategy."
         ) from error
