@@ -212,7 +212,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
                     show_signature(getattr(module, name))
             # make the module FSDP2's root now, since otherwise the first module that a hook calls would become the root
             initialize_root(module)
-        tell_branches_apart(self.world, module, get_fsdp_modules(module))
+        units = get_fsdp_modules(module)
+        tell_branches_apart(self.world, module, units, layers=units)
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
