@@ -195,7 +195,8 @@ class _WatchedParamGroup(FSDPParamGroup):
 
     def note_versions(self) -> None:
         """Note the version numbers of the weights, if they are gathered."""
-        weights = [(p, p._unsharded_param) for p in self.fsdp_params] if self.is_unsharded else []
+        parameters: list[Any] = self.fsdp_params if self.is_unsharded else []
+        weights = [(p, p._unsharded_param) for p in parameters]
         # tensor parallel layers change the local tensor, whose changes the DTensor around it does not count
         weights += [(p, weight._local_tensor) for p, weight in weights if isinstance(weight, DTensor)]
         # torch does not count changes of tensors that were made in inference mode

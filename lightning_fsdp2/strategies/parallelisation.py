@@ -81,7 +81,7 @@ def _describe_ranks(mesh: DeviceMesh) -> str:
 
 
 def tell_branches_apart(
-    world: World, module: nn.Module, units: Iterable[Any], *, layers: Iterable[nn.Module] = ()
+    world: World, module: nn.Module, units: Iterable[Any], *, layers: Iterable[Any] = ()
 ) -> None:
     """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 

@@ -307,7 +307,7 @@ def _shard_unit(
         _set_gradient_divisor(cast(FSDPModule, unit.modules[0]), unit.gradient_divisor, get_shard_size(mesh))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gather(unit: Any, *_: Any) -> None:
     unit.unshard()
 
