@@ -14,6 +14,9 @@ from lightning_fsdp2.ranks.failures import describe_ranks, fail_together, make_p
 
 T = TypeVar("T")
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""Timeout of collectives, unless the user sets another one. It is also torch's for gloo."""
+
 _groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
 
@@ -48,6 +51,17 @@ def get_group_of_ranks(ranks: Sequence[int], purpose: str, timeout: timedelta) -
         _groups[key] = dist.new_group([*ranks], timeout, "gloo", use_local_synchronization=True)
     set_group_timeout(_groups[key], timeout)
     return _groups[key]
+
+
+def shorten_timeout(timeout: timedelta, limit: timedelta) -> timedelta:
+    """Return how long to wait at a point that all ranks should reach soon after each other.
+
+    Args:
+        timeout: Timeout of collectives. One that is longer than the default is returned as it is: whoever sets it
+            expects ranks that come late.
+        limit: Longest time otherwise.
+    """
+    return timeout if timeout > DEFAULT_TIMEOUT else min(timeout, limit)
 
 
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:

@@ -36,6 +36,7 @@ from lightning_fsdp2.parallel.data.gradients import (
 from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
+from lightning_fsdp2.ranks.coordination import DEFAULT_TIMEOUT
 from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
@@ -108,7 +109,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         pp_size: int = 1,
         config: FSDP2Config | None = None,
         checkpoint: CheckpointConfig | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = DEFAULT_TIMEOUT,
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
         random_numbers: RandomNumbers = "per_data_rank",

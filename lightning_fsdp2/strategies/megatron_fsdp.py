@@ -20,6 +20,7 @@ from lightning_fsdp2.modules.structure import get_layer_lists
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
+from lightning_fsdp2.ranks.coordination import DEFAULT_TIMEOUT
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
@@ -87,7 +88,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         cp_size: int = 1,
         config: MegatronFSDPConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = DEFAULT_TIMEOUT,
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
         random_numbers: RandomNumbers = "per_data_rank",

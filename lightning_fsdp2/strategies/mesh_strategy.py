@@ -248,7 +248,7 @@ class MeshStrategy(EvaluatingStrategy, Generic[ManagerT]):
         """Set the device mesh of this run, a mesh from ``create_device_mesh``, and build the manager for this mesh."""
         self.world.enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
-        self._step_region = self.make_step_region(min(self.world.timeout, OUTSIDE_CALL_TIMEOUT))
+        self._step_region = self.make_step_region(self.world.shorten_timeout(OUTSIDE_CALL_TIMEOUT))
         set_device_mesh(self.lightning_module, self.device_mesh)
 
     @override

@@ -16,6 +16,7 @@ from lightning_fsdp2.ranks.coordination import (
     get_group,
     on_every_rank,
     on_first_rank,
+    shorten_timeout,
     wait_for_all_ranks,
 )
 
@@ -63,6 +64,12 @@ def test_one_process_needs_no_group() -> None:
     assert gather_objects(3) == [3]
     with pytest.raises(ValueError, match="alone"):
         on_every_rank(lambda: fail(ValueError("alone")))
+
+
+@pytest.mark.parametrize(("timeout", "expected"), [(2, 2), (30, 5), (31, 31), (120, 120)])
+def test_a_timeout_above_the_default_is_not_shortened(timeout: int, expected: int) -> None:
+    found = shorten_timeout(timedelta(minutes=timeout), timedelta(minutes=5))
+    assert found == timedelta(minutes=expected)
 
 
 def test_each_purpose_has_one_group_whose_timeout_may_change() -> None:

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp2.compat.fsdp import GatheredWeight, GatheringRanks, watch_gathered_weights
-from lightning_fsdp2.compat.torch import is_in_backward
+from lightning_fsdp2.compat.torch import get_group_timeout, is_in_backward
 from lightning_fsdp2.ranks.collectives import exchange, get_shard_range
-from lightning_fsdp2.ranks.coordination import name_missing_ranks
+from lightning_fsdp2.ranks.coordination import name_missing_ranks, shorten_timeout
 from lightning_fsdp2.ranks.failures import list_names
 
 _TIMEOUT = timedelta(minutes=5)
 """Longest time that a rank which has changed a weight waits for the other ranks to change it, too.
 
-All ranks have just gathered the weight together, so they arrive within a layer's forward of each other.
+All ranks have just gathered the weight together, so they arrive within a layer's forward of each other. If the timeout
+of collectives is longer than the default, it is used instead.
 """
 
 
@@ -122,7 +123,7 @@ class _Keeper:
         keys = [get_key(self._changes, other) for other in ranks]
         store.set(get_key(self._changes, rank), "")
         try:
-            store.wait(keys, _TIMEOUT)
+            store.wait(keys, shorten_timeout(get_group_timeout(cast(Any, dist.group.WORLD)), _TIMEOUT))
         except RuntimeError as error:
             raise RuntimeError(
                 f"Rank {rank} has changed {names} in place in a forward, but not every rank has"

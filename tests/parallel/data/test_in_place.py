@@ -1,9 +1,10 @@
 """Weights that a forward changes in place are those of one process afterwards, or an error names the parameter."""
 
 import copy
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.parallel.data import in_place
 from lightning_fsdp2.parallel.pipeline.plain_loop import train_on_stages
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
@@ -235,6 +237,21 @@ def test_a_change_on_one_rank_is_an_error_and_no_hang(monkeypatch: pytest.Monkey
     first, _ = run_ranks(run, 2)
     assert "layers.0.kind.weight" in first
     assert "rank 1 did not" in first
+
+
+def test_a_long_timeout_lets_a_rank_come_late_to_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    class IsLate(Clipped):
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() == 0:
+                time.sleep(0.3)
+            return super().forward(x)
+
+    def run() -> None:
+        set_group_timeout(cast(Any, dist.group.WORLD), timedelta(minutes=31))
+        compare(IsLate)
+
+    monkeypatch.setattr(in_place, "_TIMEOUT", timedelta(seconds=0.01))
+    run_ranks(run, 2)
 
 
 class Recomputed(nn.Linear):
