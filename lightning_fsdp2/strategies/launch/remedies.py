@@ -115,12 +115,8 @@ def get_optional_remedy(
             " container or the SLURM job), or start fewer: a smaller `num_workers` of the data loaders, `devices`, or"
             " OMP_NUM_THREADS."
         )
-    is_lost = isinstance(exception, RuntimeError) and any(text in str(exception) for text in _PEER_IS_LOST)
-    if is_lost and len(hosts) > 1:
-        remedy = f"Another rank has ended or no longer answers. {say_who_answers(hosts)}"
-        is_late = any(text in str(exception) for text in _PEER_IS_LATE)
-        may_differ = own_random_numbers and is_late and _is_raised_in_step(exception)
-        return f"{remedy} {_SHARE_NUMBERS}" if may_differ else remedy
+    if isinstance(exception, RuntimeError) and len(hosts) > 1 and _contains(exception, _PEER_IS_LOST):
+        return _get_remedy_for_lost_ranks(exception, hosts, own_random_numbers)
     if is_raised_in(grad_norm.__code__, exception):
         return (
             "Lightning's grad_norm cannot add up the norms of sharded gradients. Use the callback"
@@ -128,6 +124,16 @@ def get_optional_remedy(
             " ranks of its pipeline stage."
         )
     return None
+
+
+def _contains(exception: BaseException, texts: Sequence[str]) -> bool:
+    return any(text in str(exception) for text in texts)
+
+
+def _get_remedy_for_lost_ranks(exception: BaseException, hosts: Sequence[str], own_random_numbers: bool) -> str:
+    remedy = f"Another rank has ended or no longer answers. {say_who_answers(hosts)}"
+    may_differ = own_random_numbers and _contains(exception, _PEER_IS_LATE) and _is_raised_in_step(exception)
+    return f"{remedy} {_SHARE_NUMBERS}" if may_differ else remedy
 
 
 def _get_remedy_for_mixed_tensors(exception: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_fsdp2.compat.ledger import get_ledger
@@ -18,7 +19,7 @@ from lightning_fsdp2.compat.lightning_loops import (
     get_metric_states,
     surround_fillers,
 )
-from lightning_fsdp2.modules.structure import find_metrics, get_modules
+from lightning_fsdp2.modules.structure import find_metrics, get_hf_models, get_modules
 from lightning_fsdp2.parallel.data.branches import check_end
 from lightning_fsdp2.strategies.parts.dataloading import count_own_batches
 from lightning_fsdp2.strategies.parts.step_region import StepRegion
@@ -111,8 +112,7 @@ def _without_weight(trainer: Any, has_samples: bool) -> Iterator[None]:
         has_samples: Whether this rank has samples. If not, what is empty keeps what the block adds, because an empty
             list may have no mean.
     """
-    owners = [*get_modules(trainer.lightning_module), *trainer.callbacks]
-    restores = [_remember_attributes(owner, keeps_empty=not has_samples) for owner in owners]
+    restores = [_remember_attributes(owner, keeps_empty=not has_samples) for owner in _find_owners(trainer)]
     # a list of pairs, because the hash of a metric changes with its states
     before = [(metric, get_metric_states(metric)) for metric in _find_metrics(trainer)]
     known = {id(metric) for metric, _ in before}
@@ -124,6 +124,24 @@ def _without_weight(trainer: Any, has_samples: bool) -> Iterator[None]:
     for metric in get_logged_metrics(trainer):
         if id(metric) not in known:
             forget_logged_value(metric)
+
+
+def _find_owners(trainer: Any) -> list[Any]:
+    """Return the modules and callbacks that may add up results of batches.
+
+    Hugging Face models and other callbacks do not, but may hold tensors that are too large to copy. Callbacks of
+    Lightning and of this package do not either, but may note a signal that must not be forgotten.
+    """
+    module = trainer.lightning_module
+    inside = {part for model in get_hf_models(module) for part in model.modules()}
+    hooks = [f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end")]
+    callbacks = [
+        callback
+        for callback in trainer.callbacks
+        if type(callback).__module__.partition(".")[0] not in ("lightning", "lightning_fsdp2")
+        and any(is_overridden(hook, callback) for hook in hooks)
+    ]
+    return [*(part for part in get_modules(module) if part not in inside), *callbacks]
 
 
 def _find_metrics(trainer: Any) -> list[Any]:
