@@ -130,34 +130,40 @@ def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
                 seen.add(memory)
 
 
-def watch_gradients(module: FSDPModule) -> None:
+def watch_gradients(module: FSDPModule, check: Callable[["HookedUnit", list[Any]], None]) -> list["HookedUnit"]:
     """Make a unit run the hooks on the gradients of its sharded parameters, and mark gradients that are not reduced.
 
     The hooks are those of ``Tensor.register_hook`` and ``Tensor.register_post_accumulate_grad_hook``. They run once in
     each backward, at its end. They get the gradient that this backward has computed on all ranks, a DTensor that is
     sharded like the parameter. As in autograd, a hook may return another gradient. A unit with hooks reduces its
     gradients in every backward, even if gradient synchronisation is off.
+
+    Args:
+        module: Module that ``fully_shard`` was applied to.
+        check: Function that is called in each backward, with one of the results and the unit's parameters with hooks.
     """
     state: Any = module._get_fsdp_state()
-    for group in get_parameter_groups(module):
-        group.post_backward = _PostBackward(group, state)
+    units = [HookedUnit(group, state, check) for group in get_parameter_groups(module)]
+    for group, unit in zip(get_parameter_groups(module), units, strict=True):
+        group.post_backward = unit
+    return units
 
 
-class _PostBackward:
+class HookedUnit:
     """Replacement of the method with which a group of FSDP2 parameters reduces its gradients.
 
     If a module is called several times, FSDP2 calls this method several times in a backward, and each call adds to the
     gradient. So hooks run only at the end of the backward, when the gradient is complete.
     """
 
-    def __init__(self, group: Any, state: Any) -> None:
-        self._group, self._state = group, state
+    def __init__(self, group: Any, state: Any, check: Callable[["HookedUnit", list[Any]], None]) -> None:
+        self._group, self._state, self._check = group, state, check
         self._earlier: dict[Any, Tensor | None] = {}
         self._placeholders: dict[Any, UnreducedGradient] = {}
 
     def __call__(self, *_: Any) -> None:
-        group = self._group
-        hooked = [parameter for parameter in group.fsdp_params if has_gradient_hooks(parameter.sharded_param)]
+        group, hooked = self._group, self.find_hooked()
+        self._check(self, hooked)
         _check_gathered(group)
         if hooked:
             self._reduce_for_hooks(hooked)
@@ -168,6 +174,14 @@ class _PostBackward:
             unreduced = [parameter for parameter in group.fsdp_params if _is_unreduced(parameter)]
             type(group).post_backward(group)
             self._put_placeholders_on(unreduced)
+
+    def find_hooked(self) -> list[Any]:
+        """Return the parameters that have hooks."""
+        return [parameter for parameter in self._group.fsdp_params if has_gradient_hooks(parameter.sharded_param)]
+
+    def get_name(self, parameter: Any) -> str:
+        """Return the name of a parameter in its root."""
+        return _get_name(parameter)
 
     def _reduce_for_hooks(self, hooked: list[Any]) -> None:
         group = self._group
