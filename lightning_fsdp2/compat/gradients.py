@@ -300,17 +300,19 @@ def _get_name(parameter: Any) -> str:
     return str(parameter._param_fqn or parameter._module_info.param_name)
 
 
-def get_gathered_parameters(modules: Iterable[FSDPModule]) -> dict[int, tuple[str, Tensor]]:
-    """Return the names and gathered parameters of FSDP2 units, which autograd knows.
+def find_gathered_parameters(modules: Iterable[FSDPModule], wanted: Iterable[Tensor]) -> dict[int, tuple[str, Tensor]]:
+    """Return the names and gathered forms, which autograd knows, of those ``wanted`` that are parameters of units.
 
-    The key is the ``id`` of each form of the parameter that a user may hold: the sharded parameter, and those that are
-    in the module between its forward and its backward.
+    The key is the ``id`` of what was wanted. That may be any form of a parameter that a user may hold: the sharded
+    parameter, or one of those that are in the module between its forward and its backward.
     """
-    gathered: dict[int, tuple[str, Tensor]] = {}
+    ids = set(map(id, wanted))
+    found: dict[int, tuple[str, Tensor]] = {}
     for group in (group for module in modules for group in get_parameter_groups(module)):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):  # otherwise no forward has used the parameter
-                for form in ("sharded_param", "_sharded_post_forward_param", "_unsharded_param"):
-                    gathered[id(getattr(parameter, form, None))] = _get_name(parameter), parameter._unsharded_param
-    gathered.pop(id(None), None)
-    return gathered
+            gathered = getattr(parameter, "_unsharded_param", None)  # None if no forward has used the parameter
+            shards = parameter.sharded_param, getattr(parameter, "_sharded_post_forward_param", None)
+            for form in (gathered, *shards) if gathered is not None else ():
+                if id(form) in ids:
+                    found[id(form)] = _get_name(parameter), gathered
+    return found
