@@ -66,29 +66,54 @@ class UnreducedGradient(DTensor):
         )
 
 
+InputsChoice = Callable[[Sequence[Tensor], bool], Sequence[Tensor]]
+"""Function that chooses the tensors to which a backward computes gradients; see :func:`replace_backward_inputs`."""
+
+
 @contextmanager
-def replace_backward_inputs(replace: Callable[[Sequence[Tensor], bool], Sequence[Tensor]]) -> Iterator[None]:
+def replace_backward_inputs(replace: InputsChoice) -> Iterator[None]:
     """Let ``replace`` choose the tensors to which backwards in the block compute gradients.
 
     ``replace`` gets the tensors that a call of ``backward(inputs=...)`` or ``torch.autograd.grad`` names, and whether
     the gradients are added to ``.grad``, as by ``backward``. It does not see calls inside a backward. torch has no
     public hook for the beginning of a backward.
+
+    Blocks may end in any order, as the stages of two Trainers may.
     """
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
-
-    def run_backward(
-        outputs: Any, gradients: Any, retain_graph: bool, create_graph: bool, inputs: Any, *args: Any, **options: Any
-    ) -> Any:
-        if inputs and not is_in_backward():
-            inputs = tuple(replace(inputs, options["accumulate_grad"]))
-        return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
-
-    autograd._engine_run_backward = run_backward
+    if not isinstance(run, _RunBackward):
+        run = autograd._engine_run_backward = _RunBackward(run)
+    run.choices.append(replace)
     try:
         yield
     finally:
-        autograd._engine_run_backward = run
+        run.choices.remove(replace)
+        if not run.choices and autograd._engine_run_backward is run:  # another library may have replaced it since
+            autograd._engine_run_backward = run.original
+
+
+class _RunBackward:
+    """Replacement of autograd's function that runs a backward, for all blocks of :func:`replace_backward_inputs`."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.choices: list[InputsChoice] = []
+
+    def __call__(
+        self,
+        outputs: Any,
+        gradients: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        if inputs and not is_in_backward():
+            for choose in self.choices:
+                inputs = tuple(choose(inputs, options["accumulate_grad"]))
+        return self.original(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
 
 
 def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
