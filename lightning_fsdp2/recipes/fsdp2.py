@@ -25,6 +25,7 @@ from lightning_fsdp2.parallel.data.fully_shard import (
     check_reshard_after_forward,
     get_fsdp_modules,
 )
+from lightning_fsdp2.parallel.data.gradient_hooks import run_gradient_hooks
 from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.data.units import UnitPlan, build_unit_plan
 from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
@@ -121,6 +122,7 @@ def parallelize_with_fsdp2(
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     _apply_prefetch(plan, config)
+    run_gradient_hooks(model, device_mesh)
     keep_changes_in_place(get_fsdp_modules(model), is_pipelined=split is not None)
     if materializes:
         _give_weights(model, device if offload_policy is None else torch.device("cpu"), device_mesh)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
 from lightning_fsdp2.compat.fsdp import initialize_root
-from lightning_fsdp2.compat.gradients import replace_backward_inputs, watch_gradients
+from lightning_fsdp2.compat.gradients import replace_backward_inputs
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
@@ -27,6 +27,7 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.modules.wrapping import show_signature
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
+from lightning_fsdp2.parallel.data.gradient_hooks import expect_new_hooks, run_gradient_hooks
 from lightning_fsdp2.parallel.data.gradients import (
     choose_backward_inputs,
     defer_grad_sync,
@@ -162,6 +163,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         self._patches.enter_context(replace_backward_inputs(partial(choose_backward_inputs, self.lightning_module)))
+        expect_new_hooks(self.lightning_module)
         activate_context_parallel(self.lightning_module)
         if self.pipelining is not None:
             cast(Any, self.precision_plugin).pipeline = get_pipeline(self.lightning_module).shared.ranks
@@ -190,8 +192,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
-            for unit in get_fsdp_modules(module):
-                watch_gradients(unit)
+            run_gradient_hooks(module, self.full_device_mesh)
             keep_changes_in_place(get_fsdp_modules(module))
             materialize(module, self.root_device, self.full_device_mesh)
         elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):

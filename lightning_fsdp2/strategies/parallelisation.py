@@ -80,9 +80,7 @@ def _describe_ranks(mesh: DeviceMesh) -> str:
     return str(mesh) if pipeline is None else f"{pipeline.size()} pipeline stages of {mesh}"
 
 
-def tell_branches_apart(
-    world: World, module: nn.Module, units: Iterable[Any], *, layers: Iterable[Any] = ()
-) -> None:
+def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any], *, layers: Iterable[Any] = ()) -> None:
     """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 
     Ranks read different batches, and some batches skip a part of the model: text without images, for example, skips the

@@ -159,6 +159,7 @@ class World:
         This applies to all groups that steps use, but not to the group for background saves.
         """
         timeout = timeout or self.timeout
+
     def shorten_timeout(self, limit: timedelta) -> timedelta:
         """Return ``limit``, or :attr:`timeout` if that is shorter, or longer than its default."""
         return shorten_timeout(self.timeout, limit)

@@ -254,6 +254,33 @@ def test_a_long_timeout_lets_a_rank_come_late_to_a_change(monkeypatch: pytest.Mo
     run_ranks(run, 2)
 
 
+def test_a_change_on_one_rank_in_a_second_model_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a second fit: the store still has the keys of the first model, whose weights have the same names."""
+
+    class Sometimes(nn.Linear):
+        ranks = (0, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() in self.ranks:
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+            return super().forward(x)
+
+    def run() -> str:
+        train(shard(Net(Sometimes)), halves=True, steps=1)
+        Sometimes.ranks = (0,)
+        try:
+            train(shard(Net(Sometimes)), halves=True, steps=1)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(in_place, "_TIMEOUT", timedelta(seconds=1))
+    first, _ = run_ranks(run, 2)
+    assert "layers.0.kind.weight" in first
+    assert "rank 1 did not" in first
+
+
 class Recomputed(nn.Linear):
     """A change that depends on what it changes, so that a second run of it gives another weight."""
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, masking_utils, modeling_flash_atten
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
-from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences, assumes_unpacked_sequences
 from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_documents
 
 CHECKS = (
@@ -184,4 +184,16 @@ def test_the_patch_is_undone_also_after_an_error_and_inside_itself() -> None:
     originals = [getattr(module, name) for module, name in CHECKS]
     with pytest.raises(KeyError):
         use_patch_twice_and_fail()
+    assert [getattr(module, name) for module, name in CHECKS] == originals
+
+
+def test_patches_of_two_trainers_may_be_undone_in_any_order() -> None:
+    originals = [getattr(module, name) for module, name in CHECKS]
+    first, second = assume_unpacked_sequences(), assume_unpacked_sequences()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert assumes_unpacked_sequences()
+    second.__exit__(None, None, None)
+    assert not assumes_unpacked_sequences()
     assert [getattr(module, name) for module, name in CHECKS] == originals
