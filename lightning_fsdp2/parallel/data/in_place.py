@@ -6,7 +6,7 @@ whether the forward has changed them. Here, changes are written into the shards 
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist

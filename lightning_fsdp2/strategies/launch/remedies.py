@@ -50,6 +50,30 @@ _WHOLE_PENALTY = (
 )
 
 
+_REMEDIES_BY_TEXT = (
+    (
+        ("is a view and its base or another view of its base has been modified inplace",),
+        "Under tensor parallelism, the forward of a layer computes with views of its weights. If it changes a weight in"
+        " place, change it between steps instead, as in `on_train_batch_start`, or use tp_size=1.",
+    ),
+    (
+        ("setStorage", "storage of size 0"),
+        "The backward needs weights that were freed after their forward. One possible cause is a gradient of a gradient"
+        " (`create_graph=True`): sharded weights have no second-order gradients, so train such a loss under a strategy"
+        " that does not shard. Another possible cause is a module whose forward reads another module's weights without"
+        " calling that module: under MegatronFSDPStrategy, name the class that contains both modules in"
+        " `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`.",
+    ),
+    (
+        ("can't start new thread",),
+        "This process may start no more threads or processes. Raise the limit (`ulimit -u`, or `pids` of the container"
+        " or the SLURM job), or start fewer: a smaller `num_workers` of the data loaders, `devices`, or"
+        " OMP_NUM_THREADS.",
+    ),
+)
+"""Parts of a message that occur together, and the remedy."""
+
+
 def add_remedy(
     exception: BaseException,
     hosts: Sequence[str],
@@ -96,25 +120,9 @@ def get_optional_remedy(
             " the model and use its loss, or compute the loss from this rank's labels or from gathered logits, as"
             " docs/context_parallel.md shows."
         )
-    if "is a view and its base or another view of its base has been modified inplace" in str(exception):
-        return (
-            "Under tensor parallelism, the forward of a layer computes with views of its weights. If it changes a"
-            " weight in place, change it between steps instead, as in `on_train_batch_start`, or use tp_size=1."
-        )
-    if "setStorage" in str(exception) and "storage of size 0" in str(exception):
-        return (
-            "The backward needs weights that were freed after their forward. One possible cause is a gradient of a"
-            " gradient (`create_graph=True`): sharded weights have no second-order gradients, so train such a loss"
-            " under a strategy that does not shard. Another possible cause is a module whose forward reads another"
-            " module's weights without calling that module: under MegatronFSDPStrategy, name the class that contains"
-            " both modules in `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`."
-        )
-    if "can't start new thread" in str(exception):
-        return (
-            "This process may start no more threads or processes. Raise the limit (`ulimit -u`, or `pids` of the"
-            " container or the SLURM job), or start fewer: a smaller `num_workers` of the data loaders, `devices`, or"
-            " OMP_NUM_THREADS."
-        )
+    for texts, remedy in _REMEDIES_BY_TEXT:
+        if all(text in str(exception) for text in texts):
+            return remedy
     if isinstance(exception, RuntimeError) and len(hosts) > 1 and _contains(exception, _PEER_IS_LOST):
         return _get_remedy_for_lost_ranks(exception, hosts, own_random_numbers)
     if is_raised_in(grad_norm.__code__, exception):

@@ -159,16 +159,15 @@ class World:
         This applies to all groups that steps use, but not to the group for background saves.
         """
         timeout = timeout or self.timeout
-
-    def shorten_timeout(self, limit: timedelta) -> timedelta:
-        """Return ``limit``, or :attr:`timeout` if that is shorter, or longer than its default."""
-        return shorten_timeout(self.timeout, limit)
-
         if timeout == self.group_timeout:
             return
         self.group_timeout = timeout
         for group in (dist.group.WORLD, self.control_group, *get_groups(self.mesh)):
             set_group_timeout(group, timeout)
+
+    def shorten_timeout(self, limit: timedelta) -> timedelta:
+        """Return ``limit``, or :attr:`timeout` if that is shorter, or longer than its default."""
+        return shorten_timeout(self.timeout, limit)
 
     # ------------------------------------------------------------------ collectives
 
