@@ -24,6 +24,7 @@ from lightning_fsdp2.config import (
 from lightning_fsdp2.mesh_axes import AxisNames
 from lightning_fsdp2.modules.structure import find_parts, find_structure
 from lightning_fsdp2.parallel.data.fully_shard import apply_fully_shard, unshard_model
+from lightning_fsdp2.parallel.data.gradient_hooks import run_gradient_hooks
 from lightning_fsdp2.parallel.data.units import build_layer_units
 from lightning_fsdp2.parallel.megatron.wrap import HAVE_MEGATRON_FSDP
 from lightning_fsdp2.parallel.tensor.matching import match_plan
@@ -268,6 +269,7 @@ def apply_fsdp_sharding_recursively(
     """
     units = build_layer_units(find_structure(module), mesh=mesh)
     apply_fully_shard(units, module, mp_policy=mp_policy or MixedPrecisionPolicy(), offload_policy=offload_policy)
+    run_gradient_hooks(module, mesh)
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[None]:

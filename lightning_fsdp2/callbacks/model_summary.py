@@ -5,14 +5,15 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
-from rich import box, get_console
+from rich import box
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_fsdp2.callbacks.standard_output import give_up_output
+from lightning_fsdp2.callbacks.standard_output import StandardOutput
 from lightning_fsdp2.modules.stages import get_optional_stages
 from lightning_fsdp2.modules.structure import get_class
 from lightning_fsdp2.modules.stubs import Stub
@@ -41,16 +42,8 @@ class ModelSummary(callbacks.ModelSummary):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.max_depth and trainer.is_global_zero:
-            _print(_build_table(pl_module, self.max_depth))
-
-
-def _print(table: Table) -> None:
-    try:
-        get_console().print(table)
-    except (OSError, ValueError) as error:  # a full disk, or a closed file
-        give_up_output(error)
-    except SystemExit:  # raised by rich when nobody reads the output
-        give_up_output("Broken pipe")
+            output: Any = StandardOutput()
+            Console(file=output).print(_build_table(pl_module, self.max_depth))
 
 
 def _build_table(root: LightningModule, max_depth: int) -> Table:

@@ -9,11 +9,15 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_DESCRIPTOR = 1
+"""File descriptor of a process's standard output."""
+
 
 class StandardOutput:
     """File for rich's console. It writes to standard output, and to nowhere after an error.
 
-    rich itself would end the process when the reader of a pipe is gone.
+    A character that the encoding of standard output lacks becomes a question mark. rich itself would raise an error,
+    and would end the process when the reader of a pipe is gone.
     """
 
     def __init__(self) -> None:
@@ -42,23 +46,29 @@ class StandardOutput:
     def _do(self, action: str, *arguments: str) -> None:
         if self._is_lost:
             return
+        function = getattr(_get_stream(), action)
         try:
-            getattr(_get_stream(), action)(*arguments)
+            try:
+                function(*arguments)
+            except UnicodeEncodeError:  # one character that the encoding lacks is no reason to lose the others
+                function(*(text.encode(self.encoding, "replace").decode(self.encoding) for text in arguments))
         except (OSError, ValueError) as error:  # a closed file raises a ValueError
             self._is_lost = True
-            give_up_output(error)
+            _give_up(error)
 
 
-def give_up_output(error: BaseException | str) -> None:
+def _give_up(error: BaseException) -> None:
     """Warn that standard output cannot be written to, and send what is written there to nowhere.
 
-    Otherwise, Python would try again to write when the process ends, and would end with an error.
+    Otherwise, Python would try again to write when the process ends, and would end with an error. If ``sys.stdout``
+    stands for another file, as in ``contextlib.redirect_stdout``, that file is left to its owner.
     """
     logger.warning("Nothing can be written to standard output (%s). The run goes on without it.", error)
     with suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, _get_stream().fileno())
-        os.close(nowhere)
+        if _get_stream().fileno() == _DESCRIPTOR:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, _DESCRIPTOR)
+            os.close(nowhere)
 
 
 def _get_stream() -> Any:

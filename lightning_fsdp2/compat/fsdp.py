@@ -199,7 +199,8 @@ class _WatchedParamGroup(FSDPParamGroup):
 
     def note_versions(self) -> None:
         """Note the version numbers of the weights, if they are gathered."""
-        weights = [(p, p._unsharded_param) for p in self.fsdp_params] if self.is_unsharded else []
+        parameters: list[Any] = self.fsdp_params if self.is_unsharded else []
+        weights = [(p, p._unsharded_param) for p in parameters]
         # tensor parallel layers change the local tensor, whose changes the DTensor around it does not count
         weights += [(p, weight._local_tensor) for p, weight in weights if isinstance(weight, DTensor)]
         # torch does not count changes of tensors that were made in inference mode
@@ -269,14 +270,20 @@ def _get_name(parameter: Any) -> str:
 
 
 def _get_gathered(parameter: Any) -> GatheredWeight:
-    weight, shard, owner = parameter._unsharded_param, parameter.sharded_param, parameter._module_info
-    whole = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
-    memory = {tensor.untyped_storage().data_ptr() for tensor in (whole, *parameter.all_gather_outputs)}
-    is_own = owner.module._parameters.get(owner.param_name) is weight
+    shard, owner = parameter.sharded_param, parameter._module_info
+    whole = _get_local(parameter._unsharded_param).detach()
+    # under tensor parallelism, the module may have a plain tensor of the same memory meanwhile
+    seen = owner.module._parameters.get(owner.param_name)
+    tensors = [whole, *parameter.all_gather_outputs, *([] if seen is None else [_get_local(seen)])]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return GatheredWeight(
         name=_get_name(parameter),
         whole=whole,
         shard=shard._local_tensor.detach(),
         dim=parameter.fsdp_placement.dim,
-        is_replaced=not is_own or (type(whole) is Tensor and len(memory) > 1),
+        is_replaced=seen is None or (type(whole) is Tensor and len(memory) > 1),
     )
+
+
+def _get_local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -66,29 +66,54 @@ class UnreducedGradient(DTensor):
         )
 
 
+InputsChoice = Callable[[Sequence[Tensor], bool], Sequence[Tensor]]
+"""Function that chooses the tensors to which a backward computes gradients; see :func:`replace_backward_inputs`."""
+
+
 @contextmanager
-def replace_backward_inputs(replace: Callable[[Sequence[Tensor], bool], Sequence[Tensor]]) -> Iterator[None]:
+def replace_backward_inputs(replace: InputsChoice) -> Iterator[None]:
     """Let ``replace`` choose the tensors to which backwards in the block compute gradients.
 
     ``replace`` gets the tensors that a call of ``backward(inputs=...)`` or ``torch.autograd.grad`` names, and whether
     the gradients are added to ``.grad``, as by ``backward``. It does not see calls inside a backward. torch has no
     public hook for the beginning of a backward.
+
+    Blocks may end in any order, as the stages of two Trainers may.
     """
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
-
-    def run_backward(
-        outputs: Any, gradients: Any, retain_graph: bool, create_graph: bool, inputs: Any, *args: Any, **options: Any
-    ) -> Any:
-        if inputs and not is_in_backward():
-            inputs = tuple(replace(inputs, options["accumulate_grad"]))
-        return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
-
-    autograd._engine_run_backward = run_backward
+    if not isinstance(run, _RunBackward):
+        run = autograd._engine_run_backward = _RunBackward(run)
+    run.choices.append(replace)
     try:
         yield
     finally:
-        autograd._engine_run_backward = run
+        run.choices.remove(replace)
+        if not run.choices and autograd._engine_run_backward is run:  # another library may have replaced it since
+            autograd._engine_run_backward = run.original
+
+
+class _RunBackward:
+    """Replacement of autograd's function that runs a backward, for all blocks of :func:`replace_backward_inputs`."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.choices: list[InputsChoice] = []
+
+    def __call__(
+        self,
+        outputs: Any,
+        gradients: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        if inputs and not is_in_backward():
+            for choose in self.choices:
+                inputs = tuple(choose(inputs, options["accumulate_grad"]))
+        return self.original(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
 
 
 def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
@@ -130,34 +155,40 @@ def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
                 seen.add(memory)
 
 
-def watch_gradients(module: FSDPModule) -> None:
+def watch_gradients(module: FSDPModule, check: Callable[["HookedUnit", list[Any]], None]) -> list["HookedUnit"]:
     """Make a unit run the hooks on the gradients of its sharded parameters, and mark gradients that are not reduced.
 
     The hooks are those of ``Tensor.register_hook`` and ``Tensor.register_post_accumulate_grad_hook``. They run once in
     each backward, at its end. They get the gradient that this backward has computed on all ranks, a DTensor that is
     sharded like the parameter. As in autograd, a hook may return another gradient. A unit with hooks reduces its
     gradients in every backward, even if gradient synchronisation is off.
+
+    Args:
+        module: Module that ``fully_shard`` was applied to.
+        check: Function that is called in each backward, with one of the results and the unit's parameters with hooks.
     """
     state: Any = module._get_fsdp_state()
-    for group in get_parameter_groups(module):
-        group.post_backward = _PostBackward(group, state)
+    units = [HookedUnit(group, state, check) for group in get_parameter_groups(module)]
+    for group, unit in zip(get_parameter_groups(module), units, strict=True):
+        group.post_backward = unit
+    return units
 
 
-class _PostBackward:
+class HookedUnit:
     """Replacement of the method with which a group of FSDP2 parameters reduces its gradients.
 
     If a module is called several times, FSDP2 calls this method several times in a backward, and each call adds to the
     gradient. So hooks run only at the end of the backward, when the gradient is complete.
     """
 
-    def __init__(self, group: Any, state: Any) -> None:
-        self._group, self._state = group, state
+    def __init__(self, group: Any, state: Any, check: Callable[["HookedUnit", list[Any]], None]) -> None:
+        self._group, self._state, self._check = group, state, check
         self._earlier: dict[Any, Tensor | None] = {}
         self._placeholders: dict[Any, UnreducedGradient] = {}
 
     def __call__(self, *_: Any) -> None:
-        group = self._group
-        hooked = [parameter for parameter in group.fsdp_params if has_gradient_hooks(parameter.sharded_param)]
+        group, hooked = self._group, self.find_hooked()
+        self._check(self, hooked)
         _check_gathered(group)
         if hooked:
             self._reduce_for_hooks(hooked)
@@ -168,6 +199,14 @@ class _PostBackward:
             unreduced = [parameter for parameter in group.fsdp_params if _is_unreduced(parameter)]
             type(group).post_backward(group)
             self._put_placeholders_on(unreduced)
+
+    def find_hooked(self) -> list[Any]:
+        """Return the parameters that have hooks."""
+        return [parameter for parameter in self._group.fsdp_params if has_gradient_hooks(parameter.sharded_param)]
+
+    def get_name(self, parameter: Any) -> str:
+        """Return the name of a parameter in its root."""
+        return _get_name(parameter)
 
     def _reduce_for_hooks(self, hooked: list[Any]) -> None:
         group = self._group
@@ -286,17 +325,19 @@ def _get_name(parameter: Any) -> str:
     return str(parameter._param_fqn or parameter._module_info.param_name)
 
 
-def get_gathered_parameters(modules: Iterable[FSDPModule]) -> dict[int, tuple[str, Tensor]]:
-    """Return the names and gathered parameters of FSDP2 units, which autograd knows.
+def find_gathered_parameters(modules: Iterable[FSDPModule], wanted: Iterable[Tensor]) -> dict[int, tuple[str, Tensor]]:
+    """Return the names and gathered forms, which autograd knows, of those ``wanted`` that are parameters of units.
 
-    The key is the ``id`` of each form of the parameter that a user may hold: the sharded parameter, and those that are
-    in the module between its forward and its backward.
+    The key is the ``id`` of what was wanted. That may be any form of a parameter that a user may hold: the sharded
+    parameter, or one of those that are in the module between its forward and its backward.
     """
-    gathered: dict[int, tuple[str, Tensor]] = {}
+    ids = set(map(id, wanted))
+    found: dict[int, tuple[str, Tensor]] = {}
     for group in (group for module in modules for group in get_parameter_groups(module)):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):  # otherwise no forward has used the parameter
-                for form in ("sharded_param", "_sharded_post_forward_param", "_unsharded_param"):
-                    gathered[id(getattr(parameter, form, None))] = _get_name(parameter), parameter._unsharded_param
-    gathered.pop(id(None), None)
-    return gathered
+            gathered = getattr(parameter, "_unsharded_param", None)  # None if no forward has used the parameter
+            shards = parameter.sharded_param, getattr(parameter, "_sharded_post_forward_param", None)
+            for form in (gathered, *shards) if gathered is not None else ():
+                if id(form) in ids:
+                    found[id(form)] = _get_name(parameter), gathered
+    return found

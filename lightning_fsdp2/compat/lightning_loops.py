@@ -49,14 +49,15 @@ def _resolve_sampler(
 
 
 def surround_fillers(
-    trainer: Trainer, count_batches: Callable[[Any], float], surround: Callable[[], AbstractContextManager[None]]
+    trainer: Trainer, count_batches: Callable[[Any], float], surround: Callable[[bool], AbstractContextManager[None]]
 ) -> None:
-    """Enter ``surround()`` for each batch of a validation or test that only fills up the batches of this rank.
+    """Enter ``surround(has_samples)`` for each batch of a validation or test that only fills up this rank's batches.
 
     Args:
         trainer: Trainer that runs the stage.
         count_batches: Function that returns the number of batches of a data loader that are no fillers.
-        surround: Function that returns the context for the hooks and the step of a filler.
+        surround: Function that returns the context for the hooks and the step of a filler. Its argument says whether
+            this rank also has batches that are no fillers.
     """
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         step = partial(_run_evaluation_step, loop, count_batches, surround)
@@ -67,7 +68,7 @@ def surround_fillers(
 def _run_evaluation_step(
     loop: Any,
     count_batches: Callable[[Any], float],
-    surround: Callable[[], AbstractContextManager[None]],
+    surround: Callable[[bool], AbstractContextManager[None]],
     batch: Any,
     batch_idx: int,
     dataloader_idx: int,
@@ -77,8 +78,9 @@ def _run_evaluation_step(
     loaders = loop._combined_loader.flattened
     # if a batch comes from several loaders at once, it is a filler only if all its parts are
     loaders = [loaders[dataloader_idx]] if loop._is_sequential else loaders
-    if dataloader_iter is None and batch_idx >= max(map(count_batches, loaders)):
-        with surround():
+    own_batches = max(map(count_batches, loaders))
+    if dataloader_iter is None and batch_idx >= own_batches:
+        with surround(own_batches > 0):
             step()
     else:
         step()

@@ -22,6 +22,11 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length")
 
 
+_replaced: list[list[Any]] = []
+"""What each open block of :func:`assume_unpacked_sequences` has replaced. Only the first has replaced transformers' own
+functions."""
+
+
 @contextmanager
 def assume_unpacked_sequences() -> Iterator[None]:
     """Make transformers assume, inside the block, that no batch has packed sequences.
@@ -29,6 +34,8 @@ def assume_unpacked_sequences() -> Iterator[None]:
     By default, transformers searches the position ids for packed sequences, and the CPU waits for the result from the
     device. transformers repeats this search when it makes the attention masks of a forward, and in every layer if it
     uses flash attention with batch size 1.
+
+    Blocks may end in any order, as the stages of two Trainers may.
     """
     from transformers import masking_utils, modeling_flash_attention_utils
 
@@ -36,13 +43,15 @@ def assume_unpacked_sequences() -> Iterator[None]:
         (masking_utils, "find_packed_sequence_indices", None),
         (modeling_flash_attention_utils, "_is_packed_sequence", False),
     ]
-    saved = [getattr(module, name) for module, name, _ in checks]
+    _replaced.append([getattr(module, name) for module, name, _ in checks])
     try:
         for module, name, answer in checks:
             setattr(module, name, partial(_answer, answer))
         yield
     finally:
-        for (module, name, _), function in zip(checks, saved, strict=True):
+        originals = _replaced[0]
+        _replaced.pop()
+        for (module, name, _), function in zip(checks, originals, strict=True) if not _replaced else ():
             setattr(module, name, function)
 
 

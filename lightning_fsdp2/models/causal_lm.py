@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -244,7 +244,7 @@ class CausalLM(LightningModule):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            warn_of_unknown_monitors(self.trainer.callbacks, _METRICS)
+            warn_of_unknown_monitors(cast(Any, self.trainer).callbacks, _METRICS)
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(length := getattr(data, "sequence_length", None), int):
             restarts = bool(getattr(data, "separate_documents", False))

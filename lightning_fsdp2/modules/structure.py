@@ -254,6 +254,27 @@ def get_layer_lists(root: nn.Module) -> list[list[nn.Module]]:
     return unique
 
 
+def find_layer_drop(root: nn.Module) -> tuple[str, float] | None:
+    """Find a module in ``root`` that skips layers at random in training, which the speech models of transformers do.
+
+    Some of these models read the rate from their config, but run all layers if FSDP2 shards them.
+
+    Returns:
+        The name of the module, or of its class if it is ``root``, and the rate. None if no module skips layers.
+    """
+    rates = {name: vars(module).get("layerdrop") for name, module in root.named_modules()}
+    if all(rate is None for rate in rates.values()) and not isinstance(root, FSDPModule):
+        rates = {name: getattr(model.config, "layerdrop", None) for name, model in _get_named_hf_models(root)}
+    for name, rate in rates.items():
+        if isinstance(rate, int | float) and rate > 0:
+            return name or get_class_name(root), rate
+    return None
+
+
+def _get_named_hf_models(root: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in root.named_modules() if is_hf_model(module)]
+
+
 def get_called_children(module: nn.Module) -> list[nn.Module]:
     """Return the children of ``module``, with each ``ModuleList`` or ``ModuleDict`` replaced by its items."""
     children: list[nn.Module] = []

@@ -1,7 +1,9 @@
 """Coordination of ranks that read and write files: waiting for each other, acting on one rank, and sharing errors."""
 
+import json
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -14,6 +16,12 @@ from lightning_fsdp2.ranks.default_group import keep_with_default_group
 from lightning_fsdp2.ranks.failures import describe_ranks, fail_together, make_portable
 
 T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""Timeout of collectives, unless the user sets another one. It is also torch's for gloo."""
+
+_meetings: Counter[str] = Counter()
+"""Number of calls of :func:`compare_in_store` in this process, by purpose and ranks."""
 
 
 def get_rank() -> int:
@@ -45,6 +53,17 @@ def get_group_of_ranks(ranks: Sequence[int], purpose: str, timeout: timedelta) -
     )
     set_group_timeout(group, timeout)
     return group
+
+
+def shorten_timeout(timeout: timedelta, limit: timedelta) -> timedelta:
+    """Return how long to wait at a point that all ranks should reach soon after each other.
+
+    Args:
+        timeout: Timeout of collectives. One that is longer than the default is returned as it is: whoever sets it
+            expects ranks that come late.
+        limit: Longest time otherwise.
+    """
+    return timeout if timeout > DEFAULT_TIMEOUT else min(timeout, limit)
 
 
 def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
@@ -88,6 +107,54 @@ def wait_for_all_ranks(purpose: str, timeout: timedelta, remedy: str) -> None:
         raise RuntimeError(
             f"Rank {dist.get_rank()} wants to {purpose}, but another rank wants to do something else. {remedy}"
         )
+
+
+def compare_in_store(purpose: str, answer: str, ranks: Sequence[int], timeout: timedelta) -> dict[str, list[int]]:
+    """Wait until all ``ranks`` have called this function, and return their answers if these differ.
+
+    A rank that does not know whether the others will call cannot use a collective, which could be mixed up with those
+    that the other ranks run instead. A call takes a few messages per rank, and none on a single rank.
+
+    Args:
+        purpose: Name of what the ranks compare. They can compare it any number of times.
+        answer: This rank's answer.
+        ranks: Ranks that compare, this rank among them, in the same order on all of them.
+        timeout: Longest time to wait.
+
+    Returns:
+        The ranks that gave each answer; empty if all answers are equal.
+
+    Raises:
+        RuntimeError: If a rank is missing when the time is up. The text is that of :func:`name_missing_ranks`.
+    """
+    if len(ranks) == 1:
+        return {}
+    store, rank = cast(Any, dist.group.WORLD).get_group_store(), dist.get_rank()
+    name = f"{purpose} of ranks {zlib.crc32(str([*ranks]).encode())}"
+    _meetings[name] += 1  # numbers never begin again, so that no meeting finds keys of an earlier one
+    result, earlier = (f"{name}, number {_meetings[name] - ago}" for ago in (0, 1))
+    keys = {other: f"{result}, rank {other}" for other in ranks}
+    store.set(keys[rank], answer)
+    try:
+        if rank == ranks[0]:  # the only one that reads all answers, which would be too many messages for every rank
+            store.wait([*keys.values()], timeout)
+            given: dict[str, list[int]] = {}
+            for other, key in keys.items():
+                given.setdefault(store.get(key).decode(), []).append(other)
+            store.set(result, json.dumps(given if len(given) > 1 else {}))
+            store.delete_key(earlier)  # all ranks have read it
+        else:
+            store.wait([result], timeout)
+        found = json.loads(store.get(result))
+        if found:
+            # the caller is about to fail, and the store disappears with the process of the first rank
+            store.set(f"{keys[rank]} knows", "")
+            store.wait([f"{key} knows" for key in keys.values()] if rank == ranks[0] else [], timeout)
+    except RuntimeError as error:
+        raise RuntimeError(name_missing_ranks(store, [*keys.values()], ranks)) from error
+    if not found:
+        store.delete_key(keys[rank])
+    return found
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -14,7 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp2.config import Float8Config, FSDP2Config, MegatronFSDPConfig
 from lightning_fsdp2.mesh import get_device, get_shard_size
 from lightning_fsdp2.mesh_axes import AxisNames, MeshAxes, get_mesh_axes
-from lightning_fsdp2.modules.kept_parameters import check_on_all_stages, find_kept_parameters, replace_kept_parameters
+from lightning_fsdp2.modules.kept_parameters import (
+    KeptParameter,
+    check_on_all_stages,
+    find_kept_parameters,
+    replace_kept_parameters,
+)
 from lightning_fsdp2.modules.sharder import check_not_sharded
 from lightning_fsdp2.modules.structure import ModelStructure, find_structure
 from lightning_fsdp2.parallel.context.apply import apply_context_parallel
@@ -25,6 +30,7 @@ from lightning_fsdp2.parallel.data.fully_shard import (
     check_reshard_after_forward,
     get_fsdp_modules,
 )
+from lightning_fsdp2.parallel.data.gradient_hooks import run_gradient_hooks
 from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.data.units import UnitPlan, build_unit_plan
 from lightning_fsdp2.parallel.expert.apply import apply_expert_parallel
@@ -96,10 +102,7 @@ def parallelize_with_fsdp2(
     device = get_device(device_mesh)
     split = None if axes.pp is None else _build_split(structure, axes.pp, config)
     float8 = _choose_float8(structure, axes, config, device if materializes else None)
-    kept = find_kept_parameters(model)
-    if split is not None:
-        check_on_all_stages(kept, split.stages)
-    explain_kept_parameters(model, kept)
+    kept = _find_kept_parameters(model, split)
     broadcast_from_first_rank(model, device, device_mesh)
     if axes.ep is not None:
         apply_expert_parallel(structure, axes.ep, axes.tp)
@@ -121,6 +124,7 @@ def parallelize_with_fsdp2(
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     _apply_prefetch(plan, config)
+    run_gradient_hooks(model, device_mesh)
     keep_changes_in_place(get_fsdp_modules(model), is_pipelined=split is not None)
     if materializes:
         _give_weights(model, device if offload_policy is None else torch.device("cpu"), device_mesh)
@@ -136,6 +140,15 @@ def _check_model(model: nn.Module) -> None:
     check_not_sharded(model)
     check_peft(model)
     check_initialized(model)
+
+
+def _find_kept_parameters(model: nn.Module, split: Split | None) -> list[KeptParameter]:
+    """Find the parameters that are kept outside of modules, and make uses that cannot be right fail by name."""
+    kept = find_kept_parameters(model)
+    if split is not None:
+        check_on_all_stages(kept, split.stages)
+    explain_kept_parameters(model, kept)
+    return kept
 
 
 def _give_weights(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:

@@ -22,7 +22,7 @@ from lightning_fsdp2.compat.lightning import DDPForwardRedirection
 from lightning_fsdp2.config import CheckpointConfig, DDPConfig
 from lightning_fsdp2.managers.ddp import DDPManager
 from lightning_fsdp2.parallel.data.ddp import Replica
-from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
+from lightning_fsdp2.ranks.coordination import DEFAULT_TIMEOUT, wait_for_all_ranks
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
 from lightning_fsdp2.strategies.mesh_strategy import MeshStrategy
@@ -76,7 +76,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
         self,
         config: DDPConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = DEFAULT_TIMEOUT,
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
         random_numbers: RandomNumbers = "per_data_rank",
@@ -186,7 +186,7 @@ class DDPStrategy(MeshStrategy[DDPManager]):
     def _wait_to_wrap_again(self) -> None:
         wait_for_all_ranks(
             "freeze or unfreeze parameters",
-            min(self.world.timeout, OUTSIDE_CALL_TIMEOUT),
+            self.world.shorten_timeout(OUTSIDE_CALL_TIMEOUT),
             "All ranks must train the same parameters: change `requires_grad` on all ranks in the same step.",
         )
 

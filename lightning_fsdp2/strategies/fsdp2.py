@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_fsdp2._suggestions import with_suggestions
 from lightning_fsdp2.compat.fsdp import initialize_root
-from lightning_fsdp2.compat.gradients import replace_backward_inputs, watch_gradients
+from lightning_fsdp2.compat.gradients import replace_backward_inputs
 from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
 from lightning_fsdp2.config import CheckpointConfig, FSDP2Config
 from lightning_fsdp2.managers.fsdp2 import FSDP2Manager
@@ -27,6 +27,7 @@ from lightning_fsdp2.modules.structure import get_class_name, get_entrances
 from lightning_fsdp2.modules.wrapping import show_signature
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
+from lightning_fsdp2.parallel.data.gradient_hooks import expect_new_hooks, run_gradient_hooks
 from lightning_fsdp2.parallel.data.gradients import (
     choose_backward_inputs,
     defer_grad_sync,
@@ -36,6 +37,7 @@ from lightning_fsdp2.parallel.data.gradients import (
 from lightning_fsdp2.parallel.data.in_place import keep_changes_in_place
 from lightning_fsdp2.parallel.layers.float8_conversion import get_optional_conversion
 from lightning_fsdp2.parallel.pipeline.apply import get_optional_pipeline, get_pipeline
+from lightning_fsdp2.ranks.coordination import DEFAULT_TIMEOUT
 from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
@@ -108,7 +110,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         pp_size: int = 1,
         config: FSDP2Config | None = None,
         checkpoint: CheckpointConfig | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = DEFAULT_TIMEOUT,
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
         random_numbers: RandomNumbers = "per_data_rank",
@@ -161,6 +163,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
             self._patches.enter_context(assume_unpacked_sequences())
         super().setup_module()
         self._patches.enter_context(replace_backward_inputs(partial(choose_backward_inputs, self.lightning_module)))
+        expect_new_hooks(self.lightning_module)
         activate_context_parallel(self.lightning_module)
         if self.pipelining is not None:
             cast(Any, self.precision_plugin).pipeline = get_pipeline(self.lightning_module).shared.ranks
@@ -189,8 +192,7 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)
-            for unit in get_fsdp_modules(module):
-                watch_gradients(unit)
+            run_gradient_hooks(module, self.full_device_mesh)
             keep_changes_in_place(get_fsdp_modules(module))
             materialize(module, self.root_device, self.full_device_mesh)
         elif any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -212,7 +214,8 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
                     show_signature(getattr(module, name))
             # make the module FSDP2's root now, since otherwise the first module that a hook calls would become the root
             initialize_root(module)
-        tell_branches_apart(self.world, module, get_fsdp_modules(module))
+        units = get_fsdp_modules(module)
+        tell_branches_apart(self.world, module, units, layers=units)
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:

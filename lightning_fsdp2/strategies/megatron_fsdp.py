@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
@@ -16,9 +16,11 @@ from lightning_fsdp2._suggestions import with_suggestions
 from lightning_fsdp2.compat.gradients import replace_backward_inputs
 from lightning_fsdp2.config import CheckpointConfig, MegatronFSDPConfig
 from lightning_fsdp2.managers.megatron_fsdp import MegatronFSDPManager
+from lightning_fsdp2.modules.structure import get_layer_lists
 from lightning_fsdp2.parallel.context.apply import activate_context_parallel, deactivate_context_parallel
 from lightning_fsdp2.parallel.megatron.driver import Driver, get_driver
 from lightning_fsdp2.parallel.megatron.wrap import import_megatron_fsdp
+from lightning_fsdp2.ranks.coordination import DEFAULT_TIMEOUT
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import RandomNumbers, check_timeouts, read_options
@@ -86,7 +88,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
         cp_size: int = 1,
         config: MegatronFSDPConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = DEFAULT_TIMEOUT,
         rendezvous_timeout: timedelta = timedelta(minutes=10),
         steady_timeout: timedelta | None = None,
         random_numbers: RandomNumbers = "per_data_rank",
@@ -170,7 +172,11 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
     def parallelize_module(self, module: "LightningModule") -> None:
         check_manual_optimization(module)
         self.manager.parallelize(module, checks_batches=False)  # `Batches` checks them
-        tell_branches_apart(self.world, module, (part for part in module.modules() if len(part._parameters)))
+        # other values of `zero_dp_strategy` gather no weights in a forward
+        lists = get_layer_lists(module) if cast(Any, self.manager).config.zero_dp_strategy == 3 else []
+        layers = [layer for blocks in lists for layer in blocks]
+        units = (part for part in module.modules() if len(part._parameters))
+        tell_branches_apart(self.world, module, units, layers=layers)
 
     @override
     def setup_optimizers(self, trainer: "Trainer") -> None:
@@ -196,6 +202,7 @@ class MegatronFSDPStrategy(MeshStrategy[MegatronFSDPManager]):
 
     @override
     def end_evaluation(self) -> None:
+        super().end_evaluation()
         self.driver.expect_writes()
 
     @override

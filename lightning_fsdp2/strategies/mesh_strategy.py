@@ -32,6 +32,7 @@ from lightning_fsdp2.parallel.loss.token_mean import TokenMean
 from lightning_fsdp2.sizes import ParallelSizes
 from lightning_fsdp2.strategies.arguments import RandomNumbers, shares_random_numbers
 from lightning_fsdp2.strategies.checkpoint_io import MeshCheckpointIO
+from lightning_fsdp2.strategies.evaluating_strategy import EvaluatingStrategy
 from lightning_fsdp2.strategies.launch.agreement import check_same_run
 from lightning_fsdp2.strategies.launch.environment import check_variables
 from lightning_fsdp2.strategies.launch.launcher import RankLauncher
@@ -61,7 +62,6 @@ from lightning_fsdp2.strategies.parts.unsharded import (
     synchronise_metrics,
 )
 from lightning_fsdp2.strategies.precision import choose_precision, get_compute_dtype
-from lightning_fsdp2.strategies.world_strategy import WorldStrategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -70,7 +70,7 @@ T = TypeVar("T")
 ManagerT = TypeVar("ManagerT")
 
 
-class MeshStrategy(WorldStrategy, Generic[ManagerT]):
+class MeshStrategy(EvaluatingStrategy, Generic[ManagerT]):
     """Base class of the strategies that train on a device mesh.
 
     A module may leave its models on the meta device. The strategy materialises their weights after sharding.
@@ -150,10 +150,6 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """Compute the gradients of ``loss``."""
         self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
 
-    def run_evaluation_step(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step ``name``, such as ``"validation_step"``, on a batch."""
-        return step(*args, **kwargs)
-
     def finish_manual_gradients(self, optimizer: Optimizer) -> None:
         """Check and scale the gradients of a manual optimizer step, after its closure, which may run the backward."""
         self.steps.apply_token_mean(self.lightning_module, averages_gradients=self.averages_gradients)
@@ -162,12 +158,14 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """Broadcast the module's buffers from the first rank of a pipeline stage to the others."""
         self._buffers.share()
 
+    @override
     def begin_evaluation(self) -> None:
-        """Prepare for the first step of a validation, test or prediction run."""
         self.share_buffers()
 
+    @override
     def end_evaluation(self) -> None:
-        """Clean up after the last step of a validation, test or prediction run."""
+        # ranks whose batches differ in size may have drawn unequally many numbers
+        self.world.share_random_state(self.root_device)
 
     # ------------------------------------------------------------------ properties for other code
 
@@ -250,7 +248,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         """Set the device mesh of this run, a mesh from ``create_device_mesh``, and build the manager for this mesh."""
         self.world.enter_mesh(mesh)
         self._manager = self.build_manager(mesh)
-        self._step_region = self.make_step_region(min(self.world.timeout, OUTSIDE_CALL_TIMEOUT))
+        self._step_region = self.make_step_region(self.world.shorten_timeout(OUTSIDE_CALL_TIMEOUT))
         set_device_mesh(self.lightning_module, self.device_mesh)
 
     @override
@@ -266,10 +264,10 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.barrier("setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_training(trainer)
-            self.world.share_random_state(self.root_device)
             refuse_layer_drop(self.lightning_module, apart=self.shards_module and self.world.has_own_random_numbers)
         else:
             self.setup_precision_plugin()
+        self.world.share_random_state(self.root_device)
         self.batches.begin_stage(trainer)
         self.steps.begin_stage(self.lightning_module)
 
@@ -349,7 +347,8 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
     def on_exception(self, exception: BaseException) -> None:
         RankLauncher.note_end(exception)
         self.batches.end_without_samples(exception)
-        add_remedy(exception, self.hosts, context_parallel=self.cp_size > 1)
+        own_numbers = self.shards_module and self.world.has_mesh and self.world.has_own_random_numbers
+        add_remedy(exception, self.hosts, context_parallel=self.cp_size > 1, own_random_numbers=own_numbers)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -460,41 +459,3 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         self.release_parameters()
         self.steps.check_states(self.lightning_module, optimizer)
         return output
-
-    # ------------------------------------------------------------------ evaluation
-
-    @override
-    def on_validation_start(self) -> None:
-        self.begin_evaluation()
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", super().validation_step, *args, **kwargs)
-
-    @override
-    def on_validation_end(self) -> None:
-        self.end_evaluation()
-
-    on_test_start, on_test_end = on_validation_start, on_validation_end
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", super().test_step, *args, **kwargs)
-
-    @override
-    def on_predict_start(self) -> None:
-        self.begin_evaluation()
-        self.evaluation.begin_predictions(self.lightning_module.trainer.predict_loop.max_batches)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(self.run_evaluation_step, "predict_step", super().predict_step, *args, **kwargs)
-        return self.evaluation.run_prediction(self._step_region, self.lightning_module, step)
-
-    @override
-    def on_predict_end(self) -> None:
-        self.end_evaluation()
-
-    def _evaluate(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        step = partial(self.run_evaluation_step, name, step, *args, **kwargs)
-        return self.evaluation.run(self._step_region, self.lightning_module, step)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fsdp2.compat.ledger import get_ledger
 from lightning_fsdp2.compat.lightning_loops import agree_on_monitored_values
-from lightning_fsdp2.ranks.coordination import gather_objects, wait_for_all_ranks
+from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 
 Agree = Callable[[str, Any], Any]
 
@@ -40,8 +40,10 @@ def agree_on_metrics(
 
 def _agree(group: dist.ProcessGroup, warned: set[str], name: str, value: Any) -> Any:
     """Return ``value`` if all ranks have the same, and otherwise the mean over the ranks that have a value."""
-    numbers = gather_objects(None if value is None else float(value), group)
-    known = [number for number in numbers if number is not None]
+    own = torch.tensor([0.0, 0.0] if value is None else [1.0, float(value)], dtype=torch.float64)
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    known = [number for has_value, number in torch.stack(found).tolist() if has_value]
     if not known:
         return None
     if len(set(map(repr, known))) == 1:  # nan is not equal to itself, but its `repr` is
@@ -64,29 +66,19 @@ def _get_schedulers(get: Callable[[], Any], agree: Agree, timeout: timedelta) ->
 
 
 def _guard(scheduler: Any, agree: Agree, timeout: timedelta) -> Any:
-    return _AgreeingPlateau(scheduler, agree, timeout) if isinstance(scheduler, ReduceLROnPlateau) else scheduler
+    """Return a view of a ``ReduceLROnPlateau`` with which all ranks step together; any other scheduler as it is.
 
-
-class _AgreeingPlateau:
-    """Proxy of a ``ReduceLROnPlateau`` with which all ranks step together.
-
-    The scheduler itself stays unchanged, because all its attributes are saved in checkpoints.
+    The view has the attributes of the scheduler, which stays unchanged, because checkpoints save all its attributes.
     """
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return scheduler
+    kind = type(scheduler)
 
-    def __init__(self, scheduler: ReduceLROnPlateau, agree: Agree, timeout: timedelta) -> None:
-        self._scheduler = scheduler
-        self._agree = agree
-        self._timeout = timeout
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # users tell schedulers apart by their class
-        return type(self._scheduler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
-        """Step with the metric on which all ranks agree."""
+    def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
         remedy = "Call `step` of the scheduler on all ranks, or on none."
-        wait_for_all_ranks("step ReduceLROnPlateau", self._timeout, remedy)
-        self._scheduler.step(self._agree("the argument of `ReduceLROnPlateau.step`", metrics), *args, **kwargs)
+        wait_for_all_ranks("step ReduceLROnPlateau", timeout, remedy)
+        kind.step(self, agree("the argument of `ReduceLROnPlateau.step`", metrics), *args, **kwargs)
+
+    view: Any = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
+    view.__dict__ = scheduler.__dict__
+    return view

@@ -80,14 +80,16 @@ def _describe_ranks(mesh: DeviceMesh) -> str:
     return str(mesh) if pipeline is None else f"{pipeline.size()} pipeline stages of {mesh}"
 
 
-def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any]) -> None:
+def tell_branches_apart(world: World, module: nn.Module, units: Iterable[Any], *, layers: Iterable[Any] = ()) -> None:
     """Make data parallel ranks check, before they gather weights, that they all run the same part of the model.
 
     Ranks read different batches, and some batches skip a part of the model: text without images, for example, skips the
-    vision tower. If some ranks skipped a part that others run, their collectives would not match.
+    vision tower. If some ranks skipped a part that others run, their collectives would not match. Ranks that draw their
+    own random numbers may also skip different ``layers``, which is checked in the first training steps.
     """
     if world.data_parallel_size > 1 and world.control_group is not None:
-        check_branches(module, units, world.get_stage_control())
+        layers = layers if world.has_own_random_numbers else ()
+        check_branches(module, units, world.get_stage_control(), layers=layers)
 
 
 def get_differences(first: DistributedConfig, second: DistributedConfig) -> dict[str, tuple[Any, Any]]:

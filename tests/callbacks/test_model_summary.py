@@ -1,5 +1,7 @@
 """The table of a model's modules: their own names, and parameters counted by hand."""
 
+import io
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -8,7 +10,6 @@ from helpers.ranks import run_ranks
 from helpers.user_modules import make_loader, make_trainer
 from lightning.pytorch.callbacks import ModelSummary as LightningModelSummary
 from lightning.pytorch.callbacks import RichModelSummary
-from rich import get_console
 
 from lightning_fsdp2 import CausalLM, FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.callbacks import ModelSummary
@@ -20,9 +21,9 @@ INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2, "pp_l
 def show(max_depth: int, strategy: FSDP2Strategy | None = None, **options: Any) -> str:
     trainer = make_trainer(strategy or FSDP2Strategy(), callbacks=[ModelSummary(max_depth)], max_steps=1)
     module = CausalLM(**{"config": {**LLAMA, "tie_word_embeddings": True}, **options})
-    with get_console().capture() as capture:
+    with redirect_stdout(io.StringIO()) as output:
         trainer.fit(module, make_loader(make_token_batches(1) * 2))
-    return capture.get()
+    return output.getvalue()
 
 
 def read(text: str) -> dict[str, list[str]]:

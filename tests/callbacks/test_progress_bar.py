@@ -1,5 +1,6 @@
 """What the progress bar shows, and that it fits into a terminal."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers.models import LLAMA, make_token_batches
 from helpers.ranks import run_ranks
-from helpers.user_modules import make_loader, make_trainer
+from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
@@ -113,6 +114,33 @@ def test_a_run_that_goes_on_counts_to_its_end(tmp_path: Path, accumulate: int) -
     assert [line.split()[3] for line in run_ranks(run, 1)[0][1:]] == [
         f"{number}/{7 * accumulate}" for number in range(3 * accumulate + 1, 7 * accumulate)
     ]
+
+
+@pytest.mark.parametrize(
+    ("stop", "end"),
+    [(8, 40), pytest.param(8, 18, marks=pytest.mark.slow), pytest.param(20, 40, marks=pytest.mark.slow)],
+)
+def test_a_run_that_goes_on_after_a_validation_counts_from_its_place_in_the_epoch(
+    tmp_path: Path, stop: int, end: int
+) -> None:
+    def run(end: int, ckpt_path: Path | None) -> list[tuple[int, ...]]:
+        bar = TrainingProgressBar()
+        screen = Screen(bar)
+        save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+        options = {"enable_progress_bar": True, "enable_checkpointing": True, "val_check_interval": 4}
+        trainer = make_trainer(callbacks=[bar, screen, save], max_steps=end, **options)
+        loader = make_loader(make_batches(20))
+        trainer.fit(Regressor(), loader, make_loader(make_batches(2)), ckpt_path=ckpt_path)
+        shown = [re.search(r"Epoch (\d+) .* (\d+)/(\d+)", line) for line in screen.lines]
+        return [tuple(map(int, found.groups())) for found in shown if found]
+
+    def stop_and_go_on() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        run(stop, None)
+        return run(end, tmp_path / f"step={stop}.ckpt"), run(end, None)
+
+    [(resumed, whole)] = run_ranks(stop_and_go_on, 1)
+    assert resumed == whole[-len(resumed) :]
+    assert len(resumed) >= end - stop - 1  # the bar of a resumed run appears with its second batch
 
 
 def test_numbers_are_short() -> None:

@@ -173,7 +173,8 @@ def test_every_file_is_that_of_save_pretrained(family: str, tmp_path: Path) -> N
             model.save_pretrained(tmp_path / "vanilla", max_shard_size=FILE_SIZE)
             assert_same_folders(tmp_path / "live", tmp_path / "vanilla")
             assert_same_folders(tmp_path / "offline", tmp_path / "vanilla")
-            model = type(model).from_pretrained(tmp_path / "vanilla")
+            # the class alone would read EXAONE as the Llama that it is built of, and keep the names of EXAONE
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "vanilla")
             for name in ("live", "offline", "vanilla"):
                 shutil.rmtree(tmp_path / name)
 

@@ -320,6 +320,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "loop_layer_index_end": 3,
         "loop_num_passes": 2,
         "loop_gate_rank": 4,
+        "initializer_range": 0.1,  # layers that run twice magnify rounding
     },
     "inkling2_text": {
         **_INKLING,

@@ -111,7 +111,8 @@ def get_optional_vision_refusal(name: str, error: RankError) -> str | None:
 def _has_plan(name: str) -> bool:
     """Whether the installed transformers has a plan for the language model of ``name``, or this package."""
     family = make_vision_config(name).get_text_config().model_type
-    return bool(getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None)) or family in WITH_PLANS
+    own = getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) or ()
+    return any("*" in pattern for pattern in own) or family in WITH_PLANS
 
 
 @cache

@@ -16,9 +16,12 @@ from transformers import (
     MusicgenConfig,
     MusicgenForConditionalGeneration,
     Qwen2VLConfig,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
 )
 
 from lightning_fsdp2.modules.structure import (
+    find_layer_drop,
     find_parts,
     find_structure,
     get_hf_models,
@@ -294,3 +297,33 @@ def test_the_final_norm_stands_beside_the_layers_not_in_one() -> None:
 
     model = Model()
     assert find_parts(model).final_norm is model.final_norm
+
+
+def make_speech_model(rate: float) -> nn.Module:
+    """A model whose encoder reads the rate from its config."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    convolutions = {"conv_dim": [8], "conv_stride": [5], "conv_kernel": [10], "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    return Wav2Vec2Model(Wav2Vec2Config(**sizes, **convolutions, **positions, layerdrop=rate))
+
+
+def with_rate(module: nn.Module, rate: Any) -> nn.Module:
+    module.layerdrop = rate
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (lambda: Shelf(first=with_rate(nn.Linear(1, 1), 0), second=with_rate(nn.Linear(1, 1), 0.2)), ("second", 0.2)),
+        (lambda: with_rate(nn.Linear(1, 1), 1), ("Linear", 1)),
+        (lambda: Shelf(model=make_speech_model(0.1)), ("model", 0.1)),
+        (lambda: make_speech_model(0.3), ("Wav2Vec2Model", 0.3)),
+        (lambda: Shelf(model=make_speech_model(0.0)), None),
+        (lambda: Shelf(first=with_rate(nn.Linear(1, 1), nn.Dropout()), model=make_causal_lm(LLAMA)), None),
+        (lambda: with_rate(make_causal_lm(GPT2), 0.0), None),
+    ],
+    ids=["a module", "the root", "a config", "the config of the root", "a rate of 0", "another meaning", "no rate"],
+)
+def test_modules_that_skip_layers_at_random_are_found(build: Callable[[], nn.Module], found: Any) -> None:
+    assert find_layer_drop(build()) == found

@@ -12,10 +12,12 @@ from helpers.ranks import run_ranks
 
 from lightning_fsdp2.compat.torch import get_group_timeout
 from lightning_fsdp2.ranks.coordination import (
+    compare_in_store,
     gather_objects,
     get_group,
     on_every_rank,
     on_first_rank,
+    shorten_timeout,
     wait_for_all_ranks,
 )
 
@@ -65,6 +67,12 @@ def test_one_process_needs_no_group() -> None:
         on_every_rank(lambda: fail(ValueError("alone")))
 
 
+@pytest.mark.parametrize(("timeout", "expected"), [(2, 2), (30, 5), (31, 31), (120, 120)])
+def test_a_timeout_above_the_default_is_not_shortened(timeout: int, expected: int) -> None:
+    found = shorten_timeout(timedelta(minutes=timeout), timedelta(minutes=5))
+    assert found == timedelta(minutes=expected)
+
+
 def test_each_purpose_has_one_group_whose_timeout_may_change() -> None:
     def run() -> None:
         group = get_group("save", timedelta(seconds=40))
@@ -110,3 +118,48 @@ def test_a_rank_that_is_missing_is_late_or_has_ended(ends: bool) -> None:
                 wait_for_all_ranks("save", timedelta(seconds=60 if ends else 1), "Call it on all ranks.")
 
     run_ranks(run, 2)
+
+
+def test_answers_that_differ_are_known_to_all_ranks() -> None:
+    def run() -> list[Any]:
+        found = []
+        for answers in ("aaa", "aba", "abc", "aaa"):
+            found.append(compare_in_store("letters", answers[dist.get_rank()], range(3), timedelta(seconds=30)))
+            # of some ranks only, in between
+            if dist.get_rank() > 0:
+                found.append(compare_in_store("letters", answers[dist.get_rank()], [1, 2], timedelta(seconds=30)))
+        return found
+
+    whole = [{}, {"a": [0, 2], "b": [1]}, {"a": [0], "b": [1], "c": [2]}, {}]
+    first, *others = run_ranks(run, 3)
+    assert first == whole
+    of_two = [{}, {"b": [1], "a": [2]}, {"b": [1], "c": [2]}, {}]
+    assert others == [[each for pair in zip(whole, of_two, strict=True) for each in pair]] * 2
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_does_not_answer_is_named(missing: int) -> None:
+    def run() -> None:
+        compare_in_store("letters", "a", [0, 1], timedelta(seconds=30))
+        wait_for_all_ranks("go on", timedelta(seconds=30), "")
+        if dist.get_rank() != missing:
+            with pytest.raises(RuntimeError, match=f"^: rank {missing} did not$"):
+                compare_in_store("letters", "a", [0, 1], timedelta(seconds=1))
+        wait_for_all_ranks("end", timedelta(seconds=30), "")
+
+    run_ranks(run, 2)
+
+
+def test_answers_do_not_pile_up_in_the_store() -> None:
+    def run() -> list[int]:
+        store = dist.group.WORLD.get_group_store()
+        sizes = []
+        for number in range(4):
+            compare_in_store("letters", "a" * number, [0, 1], timedelta(seconds=30))
+            dist.barrier()
+            sizes.append(store.num_keys())
+            dist.barrier()
+        return sizes
+
+    for sizes in run_ranks(run, 2):
+        assert len(set(sizes[1:])) == 1

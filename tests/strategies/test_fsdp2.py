@@ -579,6 +579,22 @@ def test_call_on_one_rank_in_validation_is_an_error_soon(monkeypatch: pytest.Mon
     assert time.monotonic() - start < 30
 
 
+def test_a_long_timeout_lets_a_rank_come_late_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_strategy, "OUTSIDE_CALL_TIMEOUT", timedelta(seconds=0.1))
+
+    class IsLate(pl.Callback):
+        def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            if trainer.is_global_zero:
+                time.sleep(0.5)
+            module(torch.zeros(1, WIDTH))
+
+    def run() -> None:
+        trainer = make_trainer(FSDP2Strategy(timeout=timedelta(minutes=31)), callbacks=[IsLate()])
+        trainer.validate(Regressor(), make_loader(make_batches(2)), verbose=False)
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.guarantees("call-on-one-rank")
 def test_call_on_one_rank_after_fit() -> None:
     """Inside ``unshard_fsdp2_model`` any rank may call; outside it is an error."""

@@ -229,6 +229,52 @@ def test_hooks_that_cannot_be_right_are_refused(
         run_ranks(lambda: fit(module(), FSDP2Strategy(), 2), 2)
 
 
+class RegistersOnFirstRank(Regressor):
+    """Registers a hook on rank 0 alone, as a logger of gradients does, at ``place`` of a fit with a number."""
+
+    def __init__(self, place: str, fit: int = 1) -> None:
+        super().__init__()
+        self.place, self.fit = place, fit
+
+    def register(self, place: str) -> None:
+        if place == self.place and self.fit == 0 and self.trainer.is_global_zero:
+            self.blocks[1].weight.register_hook(lambda gradient: None)
+
+    def on_train_start(self) -> None:
+        self.fit -= 1
+        self.register("on_train_start")
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.register("on_train_batch_start")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.register("training_step")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "module"),
+    [
+        ("dp2", lambda: RegistersOnFirstRank("on_train_start")),
+        ("dp2", lambda: RegistersOnFirstRank("training_step", fit=2)),
+        ("tp2", lambda: RegistersOnFirstRank("on_train_batch_start")),
+        pytest.param("hsdp2x2", lambda: RegistersOnFirstRank("on_train_start"), marks=slow),
+        pytest.param("dp2, tp2", lambda: RegistersOnFirstRank("on_train_start", fit=2), marks=slow),
+    ],
+    ids=["at-the-start", "second-fit", "tensor-parallel", "replicas", "tensor-parallel-second-fit"],
+)
+def test_hooks_on_one_rank_are_refused_on_all_ranks(mesh: str, module: Callable[[], RegistersOnFirstRank]) -> None:
+    world, readers, options = MESHES[mesh]
+
+    def run() -> None:
+        own = module()
+        for _ in range(own.fit):
+            fit(own, FSDP2Strategy(**options), readers)
+
+    with raises_on_all_ranks(ValueError, r"not on all ranks: blocks.1.weight \(only on rank 0\)"):
+        run_ranks(run, world)
+
+
 class Masked(Regressor):
     """Freezes the first rows of a weight with a mask."""
 

@@ -1,11 +1,14 @@
 """Schedulers that monitor a metric: all ranks have the learning rate of one process, whatever they have logged."""
 
+import math
 import warnings
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import user_modules
 from helpers.ranks import run_ranks
 from helpers.user_modules import UserModule
@@ -14,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_fsdp2 import DDPStrategy, FSDP2Strategy
+from lightning_fsdp2.strategies.monitored import _agree
 
 make_trainer = partial(user_modules.make_trainer, max_epochs=4)
 
@@ -91,3 +95,43 @@ def test_all_ranks_have_the_rate_of_the_mean(strategy: Any, kind: Any, warns: bo
         plateau.step(float("nan") if kind is Nan else (first + second) / 2)
     expected = plateau.optimizer.param_groups[0]["lr"]
     assert run_ranks(run, 2) == [(pytest.approx(expected), int(warns)), (pytest.approx(expected), 0)]
+
+
+def test_the_scheduler_of_a_manual_module_can_be_changed() -> None:
+    class Own(ReduceLROnPlateau):
+        def calm(self) -> None:
+            self.patience = 7
+
+    class Changes(Manual):
+        def configure_optimizers(self) -> Any:
+            self.plateau = Own(torch.optim.SGD(self.parameters(), lr=1.0), patience=0)
+            return [self.plateau.optimizer], [self.plateau]
+
+        def on_train_epoch_end(self) -> None:
+            scheduler: Any = self.lr_schedulers()
+            assert isinstance(scheduler, Own)
+            scheduler.step(metrics=self.get_metric())
+            scheduler.note = self.current_epoch
+            scheduler.calm()
+            del scheduler.mode
+
+    def run() -> tuple[Any, ...]:
+        module = Changes()
+        make_trainer(max_epochs=1).fit(module, DataLoader(torch.ones(2, 1)))
+        plateau = module.plateau
+        assert type(plateau) is Own
+        return plateau.note, plateau.patience, hasattr(plateau, "mode"), plateau.best
+
+    assert run_ranks(run, 2) == [(0, 7, False, 2.0)] * 2
+
+
+def test_ranks_agree_on_one_tensor_and_no_objects() -> None:
+    def run() -> list[Any]:
+        with patch.object(dist, "all_gather_object", side_effect=AssertionError):
+            values = ((None, None), (float("nan"), None), (1.0, 3.0), (torch.tensor(2.0), 2.0), (0.0, None))
+            return [_agree(dist.group.WORLD, {"loss"}, "loss", pair[dist.get_rank()]) for pair in values]
+
+    for nothing, nan, mean, same, known in run_ranks(run, 2):
+        assert nothing is None
+        assert math.isnan(nan)
+        assert (float(mean), float(same), float(known)) == (2, 2, 0)

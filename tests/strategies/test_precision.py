@@ -490,7 +490,8 @@ def test_weights_that_a_family_keeps_in_float32_compute_in_it(family: str, tmp_p
             model.get_submodule(owner).register_forward_hook(
                 lambda module, *_, name=name, attribute=attribute: used.update(
                     {name: getattr(module, attribute).detach().clone()}
-                )
+                ),
+                prepend=True,  # while the weights are gathered
             )
         losses = [each(**batch, use_cache=False).loss for each in (model, alone)]
         for loss in losses:

@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,10 +19,17 @@ from helpers.ranks import run_ranks
 from helpers.strategies import STRATEGIES
 from helpers.user_modules import WIDTH, UserModule
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_fsdp2 import CheckpointConfig, DDPStrategy, FSDP2Strategy, MegatronFSDPStrategy
-from lightning_fsdp2.ranks.own_random import shared_random_numbers
+from lightning_fsdp2.ranks.own_random import OwnRandomNumbers, shared_random_numbers
 from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
 from lightning_fsdp2.strategies.parts.dataloading import draw_order_from_shared_numbers
 
@@ -249,6 +257,94 @@ def test_ranks_that_share_out_an_order_draw_the_same_order_in_each_epoch(sampler
     epochs = [[sample for batch in epoch for sample in batch] for epoch in batches]
     assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
     assert len({str(epoch) for epoch in epochs}) == 3
+
+
+def test_a_sampler_that_the_trainer_shares_out_has_one_order_in_each_epoch() -> None:
+    def run() -> list[list[float]]:
+        loader = DataLoader(Samples(), sampler=SubsetRandomSampler(range(12)), batch_size=2)
+        options = {"max_epochs": 3, "max_steps": -1, "use_distributed_sampler": True}
+        pl.seed_everything(1, verbose=False)
+        module = DropsOut()
+        make_trainer(**options).fit(module, loader)
+        return [rows for rows, _ in module.read]
+
+    results = run_ranks(run, 2)
+    for epoch in range(3):
+        read = [sample for rank in results for batch in rank[3 * epoch : 3 * epoch + 3] for sample in batch]
+        assert sorted(read) == list(range(12))
+
+
+class Buckets(BatchSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([[self.epoch], [random.randrange(12)]])
+
+
+class SlottedBuckets:
+    __slots__ = ("epoch",)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        return iter([[self.epoch], [self.epoch]])
+
+
+def make_buckets(kind: Any) -> Any:
+    return kind(range(12), 1, drop_last=False) if kind is Buckets else kind()
+
+
+@pytest.mark.parametrize("kind", [Buckets, SlottedBuckets])
+def test_the_sampler_of_a_loader_can_be_changed(kind: Any) -> None:
+    own = make_buckets(kind)
+    loader = DataLoader(Samples(), batch_sampler=own)
+    draw_order_from_shared_numbers(loader)
+    sampler: Any = loader.batch_sampler
+    assert isinstance(sampler, kind)
+    sampler.epoch = 5
+    assert own.epoch == 5
+    assert next(iter(sampler)) == [5]
+    assert next(iter(copy.copy(sampler))) == [5]
+
+
+@pytest.mark.parametrize("sampler", [[3, 1], (3, 1), range(2), np.arange(2), torch.arange(2)], ids=repr)
+def test_a_sampler_that_is_a_list_stays_as_it_is(sampler: Any) -> None:
+    loader = DataLoader(Samples(), sampler=sampler, batch_size=None)
+    draw_order_from_shared_numbers(loader)
+    assert [int(sample[0][0]) for sample in loader] == [int(index) for index in sampler]
+
+
+def test_a_generator_as_a_sampler_is_refused() -> None:
+    loader = DataLoader(Samples(), batch_sampler=([index] for index in range(2)))
+    with pytest.raises(TypeError, match="sampler of type generator cannot be made to draw them"):
+        draw_order_from_shared_numbers(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "swaps"),
+    [
+        ({"shuffle": True, "batch_size": 2}, 2),
+        ({"sampler": SubsetRandomSampler(range(12))}, 2),
+        ({"sampler": WeightedRandomSampler(torch.ones(12), 12), "batch_size": None}, 2),
+        ({"batch_sampler": BatchSampler(RandomSampler(range(12)), 2, drop_last=False)}, 2),
+        ({"sampler": SAMPLERS["numpy"]()}, 26),  # its class says nothing of when it draws
+    ],
+    ids=["shuffle", "subset", "weighted", "batches", "own"],
+)
+def test_torchs_samplers_swap_the_random_states_once_per_epoch(options: dict[str, Any], swaps: int) -> None:
+    loader: Any = DataLoader(Samples(), **options)
+    draw_order_from_shared_numbers(loader)
+    numbers = OwnRandomNumbers()
+    numbers.begin(0, CPU)
+    with patch.object(numbers, "_swap", wraps=numbers._swap) as swap:
+        drawn = list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    numbers.end()
+    assert len(drawn) == len(loader)
+    assert swap.call_count == swaps
 
 
 def test_a_loader_that_is_built_again_in_each_epoch_is_built_from_shared_numbers() -> None:

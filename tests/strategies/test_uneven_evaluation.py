@@ -1,9 +1,14 @@
 """Validation and tests of data that the ranks do not divide evenly: no sample counts twice, and none is left out."""
 
 import math
+import os
+import threading
+from collections import Counter, deque
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from helpers import user_modules
@@ -218,6 +223,141 @@ def test_batches_of_several_loaders_at_once_end_together() -> None:
 
     for metrics in run_ranks(run, 2):
         assert metrics["mean"] == pytest.approx(6)
+
+
+class Counts(UserModule):
+    """Adds up samples at all places where users do, in place and not."""
+
+    seed = 1
+
+    def build(self) -> None:
+        self.layer = nn.Linear(1, 1)
+        self.inner = nn.Module()
+        self.inner.register_buffer("buffer", torch.zeros(1), persistent=False)
+        self.inner.number = 0
+        self.array, self.tensor = np.zeros(1), torch.zeros(1)
+        self.alias = [self.tensor]
+        self.nested: dict[str, Any] = {"tensor": torch.zeros(1), "array": np.zeros(1), "lists": {"all": []}}
+        self.counter, self.recent, self.seen = Counter[str](), deque[float](maxlen=9), set[float]()
+        self.rows: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        batch = batch["rows"] if isinstance(batch, dict) else batch
+        count, row = len(batch) + 0 * int(self.layer(batch).isnan().sum()), batch[0].item()
+        self.inner.number += count
+        for values in (self.inner.buffer, self.array, self.tensor, self.nested["tensor"], self.nested["array"]):
+            values += count
+        self.counter["all"] += count
+        self.recent.append(row)
+        self.rows.append(row)
+        self.nested["lists"]["all"].append(row)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.add(batch_idx)
+
+    def count(self) -> list[float]:
+        lengths = [len(rows) for rows in (self.recent, self.rows, self.seen, self.nested["lists"]["all"])]
+        tensors = (self.inner.buffer, self.tensor, self.alias[0], self.nested["tensor"])
+        return [*lengths, self.inner.number, self.counter["all"], self.array.item(), self.nested["array"].item()] + [
+            value.item() for value in tensors
+        ]
+
+
+class CountsBatches(pl.Callback):
+    def __init__(self) -> None:
+        self.count, self.rows = 0, np.zeros(1)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.count += 1
+        self.rows += 1
+
+
+def test_a_filler_leaves_no_trace_in_modules_and_callbacks() -> None:
+    def run() -> tuple[list[float], ...]:
+        module, callback = Counts(), CountsBatches()
+        make_trainer(callbacks=[callback]).validate(module, DataLoader(Samples(7)), verbose=False)
+        return module.count(), [callback.count, callback.rows.item()]
+
+    assert run_ranks(run, 2) == [([4] * 12, [4] * 2), ([3] * 12, [3] * 2)]
+
+
+class WithLock(Dataset[dict[str, Any]]):
+    """Its batches cannot be copied."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"rows": torch.ones(1, 1), "lock": threading.Lock()}
+
+
+def test_a_batch_that_cannot_be_copied_fills_up_too() -> None:
+    def run() -> list[float]:
+        module = Counts()
+        make_trainer().validate(module, DataLoader(WithLock(), batch_size=None), verbose=False)
+        return module.count()
+
+    assert run_ranks(run, 2) == [[2] * 12, [1] * 12]
+
+
+class Reads(UserModule):
+    """Draws a number for each sample, so that ranks of unequally many samples draw unequally many."""
+
+    seed = 1
+
+    def build(self) -> None:
+        self.layer = nn.Linear(1, 1)
+        self.read: list[float] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+        self.read += (batch.flatten() + 0 * torch.rand(len(batch))).tolist()
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict", "fit"])
+def test_a_random_order_without_a_seed_is_that_of_all_ranks(stage: str) -> None:
+    def run() -> list[float]:
+        module = Reads()
+        torch.manual_seed(5 + int(os.environ["RANK"]))
+        loader = DataLoader(Samples(12), sampler=SubsetRandomSampler(range(7)), batch_size=2)
+        for _ in range(2):
+            if stage == "fit":
+                make_trainer(num_sanity_val_steps=0).fit(module, DataLoader(Samples(4)), loader)
+            else:
+                getattr(make_trainer(), stage)(module, loader, **({} if stage == "predict" else {"verbose": False}))
+        return module.read
+
+    first, second = run_ranks(run, 2)
+    for half in range(2):
+        read = [*first[4 * half : 4 * half + 4], *second[3 * half : 3 * half + 3]]
+        assert sorted(read) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_ranks_train_in_one_order_after_an_uneven_validation() -> None:
+    class Trains(Reads):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.trained.append(batch.flatten().tolist())
+            return self.layer(batch).square().mean()
+
+    def run() -> list[list[float]]:
+        module = Trains()
+        module.trained = []
+        order = DataLoader(Samples(6), batch_sampler=Shuffles(range(6), 2, drop_last=False))
+        trainer = make_trainer(max_epochs=3, max_steps=-1, use_distributed_sampler=False)
+        validation = DataLoader(Samples(2 + int(os.environ["RANK"])), batch_size=4)
+        trainer.fit(module, order, validation)
+        return module.trained
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+
+
+class Shuffles(BatchSampler):
+    def __iter__(self) -> Any:
+        order = torch.randperm(6).tolist()
+        return iter([order[:2], order[2:4], order[4:]])
 
 
 class Tokens(Dataset[dict[str, Tensor]]):

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fsdp2.compat.transformers import is_stateful, uses_attention_functions
-from lightning_fsdp2.modules.structure import ModelParts, get_class_name
+from lightning_fsdp2.modules.structure import ModelParts, find_layer_drop, get_class_name
 from lightning_fsdp2.parallel.context.attention import Method
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -74,6 +74,6 @@ def _get_optional_reason(model: Any, head: nn.Module | None) -> str | None:
     for name in ("attention_dropout", "attn_pdrop", "attn_logit_softcapping"):
         if value := getattr(config, name, None):
             return f"its config has {name}={value}, but context parallel attention supports only 0 or None"
-    if getattr(config, "layerdrop", None):
-        return f"its config has layerdrop={config.layerdrop}, so ranks would drop different layers; only 0 is supported"
+    if found := find_layer_drop(model):
+        return f"it has layerdrop={found[1]}, so ranks would drop different layers; only 0 is supported"
     return None

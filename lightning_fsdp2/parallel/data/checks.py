@@ -1,11 +1,12 @@
 """Checks of the parameters that a strategy is to shard."""
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2.compat.gradients import has_gradient_hooks
@@ -19,7 +20,7 @@ from lightning_fsdp2.ranks.failures import list_names
 def check_shardable(model: nn.Module, sharder: str) -> None:
     """Refuse parameters that cannot be sharded, and embeddings with sparse gradients.
 
-    A parameter cannot be sharded if it has no dimension, or if it shares memory with another parameter. FSDP2 cannot
+    A parameter cannot be sharded if it has no dimension, or if it shares elements with another parameter. FSDP2 cannot
     shard parameters without elements either.
 
     Args:
@@ -59,15 +60,37 @@ def check_shardable(model: nn.Module, sharder: str) -> None:
 
 
 def _find_optional_views(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """Return two parameters that share memory, if there are any."""
-    plain = [p for p in parameters if not isinstance(p, DTensor)]
-    ranges = sorted((get_storage_id(p), p.storage_offset() * p.itemsize, number) for number, p in enumerate(plain))
-    for (storage, start, number), (other_storage, other_start, other) in itertools.pairwise(ranges):
-        shape, strides = plain[number].shape, plain[number].stride()
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if storage == other_storage and other_start < start + extent * plain[number].itemsize:
-            return plain[number], plain[other]
+    """Return two parameters that share an element, if there are any."""
+    plain = [p for p in parameters if not isinstance(p, DTensor) and p.numel()]
+    ranges = sorted((*_get_range(p), number) for number, p in enumerate(plain))
+    begun: list[tuple[int, int, int, int]] = []
+    for storage, start, end, number in ranges:
+        # ranges overlap where parameters are parts of the columns of one packed weight, but elements do not
+        begun = [other for other in begun if other[0] == storage and other[2] > start]
+        for *_, other in begun:
+            if np.shares_memory(_describe_layout(plain[other]), _describe_layout(plain[number])):
+                return plain[other], plain[number]
+        begun.append((storage, start, end, number))
     return None
+
+
+def _get_range(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the storage of ``tensor``, and the range of bytes in it from the first to the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return get_storage_id(tensor), start, start + (last + 1) * tensor.itemsize
+
+
+def _describe_layout(tensor: Tensor) -> Any:
+    """Return an array that lies in imaginary memory as ``tensor`` lies in its storage. It must not be read."""
+    layout = {
+        "version": 3,
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+        "typestr": f"|V{tensor.itemsize}",
+        "data": (1 + tensor.storage_offset() * tensor.itemsize, True),  # no address is 0
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=layout))
 
 
 def check_no_hooks(model: nn.Module, *, remedy: str = "Change") -> None:

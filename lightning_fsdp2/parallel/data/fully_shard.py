@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_fsdp2.compat.fsdp import drop_changes_in_place, end_forward, keep_unsharded_after_forward
-from lightning_fsdp2.compat.gradients import watch_gradients
 from lightning_fsdp2.mesh import get_shard_size
 from lightning_fsdp2.modules.experts import get_optional_shard_dim
 from lightning_fsdp2.modules.sharder import find_optional_call_sharder
@@ -294,7 +293,6 @@ def _shard_unit(
         ignored_params=ignored_params,
         shard_placement_fn=partial(get_placement, ranks=get_shard_size(mesh)),
     )
-    watch_gradients(cast(FSDPModule, unit.modules[0]))  # all modules of a unit have the same parameter groups
     if unit.reader is not None:
         unit.reader.register_forward_pre_hook(partial(_gather, unit.modules[0]))
     for module in unit.modules:
@@ -307,7 +305,7 @@ def _shard_unit(
         _set_gradient_divisor(cast(FSDPModule, unit.modules[0]), unit.gradient_divisor, get_shard_size(mesh))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gather(unit: Any, *_: Any) -> None:
     unit.unshard()
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_fsdp2.compat.fsdp import ensure_gathered_once
 from lightning_fsdp2.compat.gradients import (
     drop_unreduced_gradients,
-    get_gathered_parameters,
+    find_gathered_parameters,
     separate_unreduced_gradients,
 )
 from lightning_fsdp2.compat.torch import scale_in_float32
@@ -267,7 +267,10 @@ def choose_backward_inputs(model: nn.Module, inputs: Sequence[Tensor], accumulat
     Raises:
         ValueError: If the gradient of a sharded parameter would be returned, and not reduced.
     """
-    gathered = get_gathered_parameters(get_fsdp_modules(model))
+    parameters = [tensor for tensor in inputs if isinstance(tensor, nn.Parameter)]
+    if not parameters:  # a gradient penalty, which may be in every step, must not look through all parameters
+        return list(inputs)
+    gathered = find_gathered_parameters(get_fsdp_modules(model), parameters)
     names = [gathered[id(tensor)][0] for tensor in inputs if id(tensor) in gathered]
     if names and not accumulates:
         raise ValueError(

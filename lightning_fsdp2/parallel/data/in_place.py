@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp2.compat.fsdp import GatheredWeight, GatheringRanks, watch_gathered_weights
-from lightning_fsdp2.compat.torch import is_in_backward
+from lightning_fsdp2.compat.torch import get_group_timeout, is_in_backward
 from lightning_fsdp2.ranks.collectives import exchange, get_shard_range
-from lightning_fsdp2.ranks.coordination import name_missing_ranks
+from lightning_fsdp2.ranks.coordination import compare_in_store, shorten_timeout
 from lightning_fsdp2.ranks.failures import list_names
 
 _TIMEOUT = timedelta(minutes=5)
 """Longest time that a rank which has changed a weight waits for the other ranks to change it, too.
 
-All ranks have just gathered the weight together, so they arrive within a layer's forward of each other.
+All ranks have just gathered the weight together, so they arrive within a layer's forward of each other. If the timeout
+of collectives is longer than the default, it is used instead.
 """
 
 
@@ -50,7 +51,6 @@ class _Keeper:
 
     def __init__(self, is_pipelined: bool) -> None:
         self._is_pipelined = is_pipelined
-        self._changes = 0
 
     def check_first(self, weights: list[GatheredWeight], ranks: GatheringRanks) -> None:
         """Refuse weights that the forward replaced, or changed through ``.data``, which version numbers do not count.
@@ -84,7 +84,7 @@ class _Keeper:
                 " weights of their forward. Change weights between steps, as in `on_train_batch_start`, or use"
                 " pp_size=1."
             )
-        self._wait(names, ranks.ranks)
+        _wait(names, ranks.ranks)
         merged = [_merge_over_ranks(weight, ranks) for weight in weights]
         if differing := _find(weights, [result.differs for result in merged], ranks):
             raise RuntimeError(
@@ -105,32 +105,21 @@ class _Keeper:
                 " `on_train_batch_start`, or make it so that a repetition changes nothing, as clamping does."
             )
 
-    def _wait(self, names: str, ranks: list[int]) -> None:
-        """Wait until all ranks have changed the same weights.
 
-        Collectives cannot be used for that: a rank that has changed nothing goes on to the next layer's all-gather.
-        """
-        self._changes += 1
-        if len(ranks) == 1:
-            return
-        store: Any = cast(Any, dist.group.WORLD).get_group_store()
-        first, rank = min(ranks), dist.get_rank()
+def _wait(names: str, ranks: list[int]) -> None:
+    """Wait until all ranks have changed the same weights.
 
-        def get_key(number: int, rank: int) -> str:
-            return f"change {number} in place of {names} of ranks from {first}: {rank}"
-
-        keys = [get_key(self._changes, other) for other in ranks]
-        store.set(get_key(self._changes, rank), "")
-        try:
-            store.wait(keys, _TIMEOUT)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Rank {rank} has changed {names} in place in a forward, but not every rank has"
-                f"{name_missing_ranks(store, keys, ranks)}. All ranks hold parts of a weight, so all must change it in"
-                " the same forward, and to the same value: decide on numbers that all ranks share"
-                " (`torch.distributed.all_reduce`)."
-            ) from error
-        store.delete_key(get_key(self._changes - 2, rank))  # all ranks are beyond it, so that keys do not pile up
+    Collectives cannot be used for that: a rank that has changed nothing goes on to the next layer's all-gather.
+    """
+    timeout = shorten_timeout(get_group_timeout(cast(Any, dist.group.WORLD)), _TIMEOUT)
+    try:
+        compare_in_store(f"change in place of {names}", "", ranks, timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {dist.get_rank()} has changed {names} in place in a forward, but not every rank has{error}. All"
+            " ranks hold parts of a weight, so all must change it in the same forward, and to the same value: decide on"
+            " numbers that all ranks share (`torch.distributed.all_reduce`)."
+        ) from error
 
 
 def _check_not_replaced(weights: list[GatheredWeight]) -> None:

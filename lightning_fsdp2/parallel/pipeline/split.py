@@ -9,7 +9,6 @@ them.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from lightning_fsdp2.modules.stages import Stages, describe_tensors, mark_stages
 from lightning_fsdp2.modules.structure import (
     ModelParts,
     ModelStructure,
+    find_layer_drop,
     get_class_name,
     get_parameter_owners,
     has_forward,
@@ -204,12 +204,10 @@ def _get_parts(structure: ModelStructure, ranks: int) -> ModelParts:
     [parts] = structure.models
     if getattr(parts.module.config, "is_encoder_decoder", False):
         raise make_refusal(parts.module, "it is an encoder-decoder model, whose decoder needs the encoder's output")
-    config: Any = parts.module.config
-    layerdrop = getattr(config.get_text_config(), "layerdrop", 0.0)
-    if layerdrop:  # the trace does not see it, because it happens in training only
+    if drop := find_layer_drop(parts.module):  # the trace does not see it, because it happens in training only
         raise make_refusal(
             parts.module,
-            f"it skips layers at random in training (layerdrop={layerdrop}), but a stage needs its first and its"
+            f"it skips layers at random in training (layerdrop={drop[1]}), but a stage needs its first and its"
             " last layer; set layerdrop=0.0 in its config",
         )
     return parts

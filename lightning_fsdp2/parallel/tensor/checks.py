@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from lightning_fsdp2.modules.experts import get_optional_expert_mesh
-from lightning_fsdp2.modules.structure import get_called_children, get_parameter_owners
+from lightning_fsdp2.modules.structure import find_layer_drop, get_called_children, get_parameter_owners
 from lightning_fsdp2.parallel.tensor.matching import MatchedModel
 from lightning_fsdp2.parallel.tensor.parameters import Layout, Slot, get_slots
 from lightning_fsdp2.parallel.tensor.plans import get_layer_traits, is_registered
@@ -302,11 +302,10 @@ def _check_layers(model: MatchedModel) -> None:
     The model must run every layer in every step, and the layers' own code must process each position independently.
     """
     traits = get_layer_traits(model.parts)
-    layerdrop = max(vars(module).get("layerdrop", 0) for module in model.module.modules())
-    if layerdrop > 0:
+    if found := find_layer_drop(model.module):
         raise ValueError(
             f"sequence_parallel=True needs every layer in every step, but {type(model.module).__name__} drops layers"
-            f" at random (layerdrop={layerdrop}); set layerdrop=0, or use sequence_parallel=False."
+            f" at random (layerdrop={found[1]}); set layerdrop=0, or use sequence_parallel=False."
         )
     if traits.refused:
         raise ValueError(

@@ -27,11 +27,19 @@ _PEER_IS_LOST = (
 )
 """Texts in the errors of gloo, NCCL and the store when another rank is gone or does not answer in time."""
 
+_PEER_IS_LATE = ("Timed out waiting", "collective operation timeout")
+"""Those of them for a rank that does not answer in time, as ranks do that wait in different collectives."""
+
 
 _CALLS_OF_MODULES = ("forward", "_call_impl", "training_step", "validation_step", "test_step", "predict_step")
 """Functions in which units gather their weights. Other code, such as a hook, sees shards."""
 
 _BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+_SHARE_NUMBERS = (
+    "If all ranks answer, they may have run different parts of the model. If random numbers choose the parts, such as"
+    ' the layers that a step skips, set random_numbers="shared" of the strategy: by default, each data parallel rank'
+    " draws its own."
+)
 
 _GATHER_WEIGHTS = "gather them first: `with torch.no_grad(), lightning_fsdp2.parallelizer.unshard_fsdp2_model(module):`"
 
@@ -42,15 +50,51 @@ _WHOLE_PENALTY = (
 )
 
 
-def add_remedy(exception: BaseException, hosts: Sequence[str], *, context_parallel: bool = False) -> None:
+_REMEDIES_BY_TEXT = (
+    (
+        ("is a view and its base or another view of its base has been modified inplace",),
+        "Under tensor parallelism, the forward of a layer computes with views of its weights. If it changes a weight in"
+        " place, change it between steps instead, as in `on_train_batch_start`, or use tp_size=1.",
+    ),
+    (
+        ("setStorage", "storage of size 0"),
+        "The backward needs weights that were freed after their forward. One possible cause is a gradient of a gradient"
+        " (`create_graph=True`): sharded weights have no second-order gradients, so train such a loss under a strategy"
+        " that does not shard. Another possible cause is a module whose forward reads another module's weights without"
+        " calling that module: under MegatronFSDPStrategy, name the class that contains both modules in"
+        " `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`.",
+    ),
+    (
+        ("can't start new thread",),
+        "This process may start no more threads or processes. Raise the limit (`ulimit -u`, or `pids` of the container"
+        " or the SLURM job), or start fewer: a smaller `num_workers` of the data loaders, `devices`, or"
+        " OMP_NUM_THREADS.",
+    ),
+)
+"""Parts of a message that occur together, and the remedy."""
+
+
+def add_remedy(
+    exception: BaseException,
+    hosts: Sequence[str],
+    *,
+    context_parallel: bool = False,
+    own_random_numbers: bool = False,
+) -> None:
     """Append advice to the message of ``exception``, if its cause is known; see :func:`get_optional_remedy`."""
-    remedy = get_optional_remedy(exception, hosts, context_parallel=context_parallel)
+    remedy = get_optional_remedy(
+        exception, hosts, context_parallel=context_parallel, own_random_numbers=own_random_numbers
+    )
     if remedy is not None:
         exception.args = (f"{exception}\n{remedy}",)
 
 
 def get_optional_remedy(
-    exception: BaseException, hosts: Sequence[str], *, context_parallel: bool = False
+    exception: BaseException,
+    hosts: Sequence[str],
+    *,
+    context_parallel: bool = False,
+    own_random_numbers: bool = False,
 ) -> str | None:
     """Return advice on an error of torch or Lightning that does not name its cause, or None if no advice is known.
 
@@ -58,6 +102,7 @@ def get_optional_remedy(
         exception: Error that ended a stage.
         hosts: Host names of all ranks. Empty if the ranks have not connected yet.
         context_parallel: Whether each rank computes a part of every sequence.
+        own_random_numbers: Whether data parallel ranks that gather weights together draw different random numbers.
     """
     if "mixed torch.Tensor and DTensor" in str(exception):
         return _get_remedy_for_mixed_tensors(exception)
@@ -75,28 +120,11 @@ def get_optional_remedy(
             " the model and use its loss, or compute the loss from this rank's labels or from gathered logits, as"
             " docs/context_parallel.md shows."
         )
-    if "is a view and its base or another view of its base has been modified inplace" in str(exception):
-        return (
-            "Under tensor parallelism, the forward of a layer computes with views of its weights. If it changes a"
-            " weight in place, change it between steps instead, as in `on_train_batch_start`, or use tp_size=1."
-        )
-    if "setStorage" in str(exception) and "storage of size 0" in str(exception):
-        return (
-            "The backward needs weights that were freed after their forward. One possible cause is a gradient of a"
-            " gradient (`create_graph=True`): sharded weights have no second-order gradients, so train such a loss"
-            " under a strategy that does not shard. Another possible cause is a module whose forward reads another"
-            " module's weights without calling that module: under MegatronFSDPStrategy, name the class that contains"
-            " both modules in `megatron_fsdp_unit_modules`, or use `zero_dp_strategy=2`."
-        )
-    if "can't start new thread" in str(exception):
-        return (
-            "This process may start no more threads or processes. Raise the limit (`ulimit -u`, or `pids` of the"
-            " container or the SLURM job), or start fewer: a smaller `num_workers` of the data loaders, `devices`, or"
-            " OMP_NUM_THREADS."
-        )
-    is_lost = isinstance(exception, RuntimeError) and any(text in str(exception) for text in _PEER_IS_LOST)
-    if is_lost and len(hosts) > 1:
-        return f"Another rank has ended or no longer answers. {say_who_answers(hosts)}"
+    for texts, remedy in _REMEDIES_BY_TEXT:
+        if all(text in str(exception) for text in texts):
+            return remedy
+    if isinstance(exception, RuntimeError) and len(hosts) > 1 and _contains(exception, _PEER_IS_LOST):
+        return _get_remedy_for_lost_ranks(exception, hosts, own_random_numbers)
     if is_raised_in(grad_norm.__code__, exception):
         return (
             "Lightning's grad_norm cannot add up the norms of sharded gradients. Use the callback"
@@ -104,6 +132,16 @@ def get_optional_remedy(
             " ranks of its pipeline stage."
         )
     return None
+
+
+def _contains(exception: BaseException, texts: Sequence[str]) -> bool:
+    return any(text in str(exception) for text in texts)
+
+
+def _get_remedy_for_lost_ranks(exception: BaseException, hosts: Sequence[str], own_random_numbers: bool) -> str:
+    remedy = f"Another rank has ended or no longer answers. {say_who_answers(hosts)}"
+    may_differ = own_random_numbers and _contains(exception, _PEER_IS_LATE) and _is_raised_in_step(exception)
+    return f"{remedy} {_SHARE_NUMBERS}" if may_differ else remedy
 
 
 def _get_remedy_for_mixed_tensors(exception: BaseException) -> str:
@@ -151,6 +189,12 @@ def _is_raised_by_autograd(frames: Sequence[FrameType]) -> bool:
 def _is_raised_in_dtensor(exception: BaseException) -> bool:
     frames = [frame for frame, _ in walk_tb(exception.__traceback__)]
     return any(frame.f_globals.get("__name__", "").startswith(f"{DTensor.__module__}.") for frame in frames[-1:])
+
+
+def _is_raised_in_step(exception: BaseException) -> bool:
+    """Return whether a forward of a training step, or its backward, was running when ``exception`` was raised."""
+    names = {frame.f_code.co_name for frame, _ in walk_tb(exception.__traceback__)}
+    return not names.isdisjoint(("training_step", "backward", "manual_backward"))
 
 
 def _is_raised_in_loss(exception: BaseException) -> bool:

@@ -5,10 +5,12 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
@@ -17,6 +19,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from lightning_fsdp2.ranks.own_random import shared_random_numbers
@@ -68,40 +72,47 @@ def get_optional_evaluation_sampler(loader: Any) -> EvaluationSampler | None:
 
 
 class _SharedOrder:
-    """Sampler that draws its order from the random numbers that all ranks share.
+    """Base class, for a sampler, that draws its order from the random numbers that all ranks share.
 
     A rank's own numbers would give each rank another order, so that samples would be repeated and left out.
     """
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":  # pickle and copy create an object without calling `__init__`
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
+        draws_later = not _draws_at_start_only(self)
         with shared_random_numbers():
-            samples = iter(self._sampler)
-        while True:
-            with shared_random_numbers():
-                sample = next(samples, _END)
-            if sample is _END:
-                return
+            samples = super().__iter__()  # type: ignore[misc]
+            sample = next(samples, _END)
+        while sample is not _END:
             yield sample
+            with shared_random_numbers() if draws_later else nullcontext():
+                sample = next(samples, _END)
 
 
 _END = object()
+
+_SAMPLERS_THAT_DRAW_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSamplerWrapper)
+
+
+def _draws_at_start_only(sampler: Any) -> bool:
+    """Return whether ``sampler`` draws nothing after its first sample, so that the states are swapped only once."""
+    kind = _get_original_class(sampler)
+    if kind is BatchSampler:
+        return _draws_at_start_only(sampler.sampler)
+    return kind in _SAMPLERS_THAT_DRAW_AT_START
+
+
+def _get_original_class(sampler: Any) -> type:
+    kind = type(sampler)
+    return kind.__bases__[1] if issubclass(kind, _SharedOrder) else kind
 
 
 def draw_order_from_shared_numbers(loader: Any) -> None:
     """Make the sampler of ``loader`` draw its order from the random numbers that all ranks share.
 
-    Samplers that draw no numbers, and loaders that save their position in the sampler, stay as they are.
+    The sampler gets a subclass of its class, so that its attributes and type stay what users expect. Samplers that
+    draw no numbers, and loaders that save their position in the sampler, stay as they are.
     """
     if (
         not isinstance(loader, DataLoader)
@@ -109,15 +120,21 @@ def draw_order_from_shared_numbers(loader: Any) -> None:
         or hasattr(loader, "state_dict")
     ):
         return
-    if isinstance(loader.sampler, SequentialSampler | DistributedSampler) and type(loader.batch_sampler) in (
-        BatchSampler,
-        type(None),
-    ):
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    kind = type(sampler)
+    drawing = type(sampler.sampler) if kind is BatchSampler else kind
+    if drawing in (SequentialSampler, DistributedSampler) or issubclass(kind, _SharedOrder):
         return
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    if not isinstance(getattr(loader, name), _SharedOrder):
-        # DataLoader's own `__setattr__` refuses to replace a sampler
-        object.__setattr__(loader, name, _SharedOrder(getattr(loader, name)))
+    try:
+        sampler.__class__ = type(kind.__name__, (_SharedOrder, kind), {"__slots__": (), "__module__": kind.__module__})
+    except TypeError as error:
+        if not isinstance(sampler, Iterator):
+            return  # lists and arrays draw nothing
+        raise TypeError(
+            "The order of the samples must come from the random numbers that all ranks share, but a sampler of type"
+            f" {kind.__name__} cannot be made to draw them. Use a class with `__iter__`, such as a subclass of"
+            " torch.utils.data.Sampler, or random_numbers='shared' of the strategy."
+        ) from error
 
 
 def fill_up(loader: DataLoader[Any], group: dist.ProcessGroup | None) -> Any:
@@ -223,10 +240,18 @@ class _FilledLoader(_LoaderWrapper):
         spare = None
         for count, batch in enumerate(self._loader, 1):
             if fillers and count == len(self._loader):
-                spare = copy.deepcopy(batch)  # a step may change its batch
+                spare = _copy(batch)
             yield batch
         for _ in range(fillers):
-            yield copy.deepcopy(spare)
+            yield _copy(spare)
+
+
+def _copy(batch: Any) -> Any:
+    """Return a copy of ``batch``, which a step may change, or the batch itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # open files, locks and tensors of a graph raise different errors
+        return batch
 
 
 class _StatefulShortenedLoader(_ShortenedLoader):

@@ -1,12 +1,15 @@
 """Validation, test and prediction steps on several ranks."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_fsdp2.compat.ledger import get_ledger
@@ -16,7 +19,7 @@ from lightning_fsdp2.compat.lightning_loops import (
     get_metric_states,
     surround_fillers,
 )
-from lightning_fsdp2.modules.structure import find_metrics
+from lightning_fsdp2.modules.structure import find_metrics, get_hf_models, get_modules
 from lightning_fsdp2.parallel.data.branches import check_end
 from lightning_fsdp2.strategies.parts.dataloading import count_own_batches
 from lightning_fsdp2.strategies.parts.step_region import StepRegion
@@ -40,7 +43,7 @@ class Evaluation:
     def prepare_loops(self, trainer: Any) -> None:
         """Prepare the Trainer's loops for evaluations, until the strategy's teardown.
 
-        They evaluate under ``no_grad`` instead of inference mode, and what a filler logs does not count.
+        They evaluate under ``no_grad`` instead of inference mode, and what a filler logs or adds up does not count.
         """
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             get_ledger(trainer).replace(
@@ -98,22 +101,47 @@ def _outside_inference_mode() -> Iterator[None]:
 
 
 @contextmanager
-def _without_weight(trainer: Any) -> Iterator[None]:
-    """Run the block, and then undo its effect on the module's metrics and attributes, and on the logged values.
+def _without_weight(trainer: Any, has_samples: bool) -> Iterator[None]:
+    """Run the block, and then undo its effect on metrics, logged values, and attributes of modules and callbacks.
 
-    The block still logs, since ranks may reduce a value as soon as it is logged.
+    The block still logs, since ranks may reduce a value as soon as it is logged. Its hooks still run, since they may
+    call the module, which is a collective.
+
+    Args:
+        trainer: Trainer that evaluates.
+        has_samples: Whether this rank has samples. If not, what is empty keeps what the block adds, because an empty
+            list may have no mean.
     """
-    attributes = _get_own_attributes(trainer.lightning_module)
+    restores = [_remember_attributes(owner, keeps_empty=not has_samples) for owner in _find_owners(trainer)]
     # a list of pairs, because the hash of a metric changes with its states
     before = [(metric, get_metric_states(metric)) for metric in _find_metrics(trainer)]
     known = {id(metric) for metric, _ in before}
     yield
     for metric, states in before:
         vars(metric).update(states)
-    _restore_attributes(trainer.lightning_module, attributes)
+    for restore in restores:
+        restore()
     for metric in get_logged_metrics(trainer):
         if id(metric) not in known:
             forget_logged_value(metric)
+
+
+def _find_owners(trainer: Any) -> list[Any]:
+    """Return the modules and callbacks that may add up results of batches.
+
+    Hugging Face models and other callbacks do not, but may hold tensors that are too large to copy. Callbacks of
+    Lightning and of this package do not either, but may note a signal that must not be forgotten.
+    """
+    module = trainer.lightning_module
+    inside = {part for model in get_hf_models(module) for part in model.modules()}
+    hooks = [f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end")]
+    callbacks = [
+        callback
+        for callback in trainer.callbacks
+        if type(callback).__module__.partition(".")[0] not in ("lightning", "lightning_fsdp2")
+        and any(is_overridden(hook, callback) for hook in hooks)
+    ]
+    return [*(part for part in get_modules(module) if part not in inside), *callbacks]
 
 
 def _find_metrics(trainer: Any) -> list[Any]:
@@ -125,26 +153,51 @@ def _find_metrics(trainer: Any) -> list[Any]:
     ]
 
 
-def _get_own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return copies of the attributes in which a module may add up results: numbers, tensors, lists and dicts."""
+def _remember_attributes(owner: Any, *, keeps_empty: bool) -> Callable[[], None]:
+    """Return a function that gives the attributes and buffers of ``owner`` their current values again."""
     inherited = vars(LightningModule())
-    kinds = (int, float, Tensor, list, dict, type(None))
-    own = {name: value for name, value in vars(module).items() if name not in inherited and isinstance(value, kinds)}
-    return {name: value.clone() if isinstance(value, Tensor) else _copy_lists(value) for name, value in own.items()}
+    attributes = {name: value for name, value in vars(owner).items() if name not in inherited}
+    buffers = vars(owner).get("_buffers", {})
+    places = [(vars(owner), name, value) for name, value in attributes.items() if isinstance(value, _KINDS)]
+    places += [(buffers, name, value) for name, value in buffers.items()]
+    contents = [_remember(value, keeps_empty=keeps_empty) for *_, value in places if isinstance(value, _CONTAINERS)]
+
+    def restore() -> None:
+        for place, name, value in places:
+            place[name] = value
+        for restore_content in contents:
+            restore_content()
+
+    return restore
 
 
-def _copy_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copy_lists(part) for name, part in value.items()}
-    return [_copy_lists(part) for part in value] if isinstance(value, list) else value
+_CONTAINERS = (Tensor, np.ndarray, list, deque, dict, set)
+"""Types of values that a step may change in place."""
+
+_KINDS = (*_CONTAINERS, int, float, complex, str, tuple, np.generic, type(None))
+"""Types of attributes in which a module or a callback may add up results."""
 
 
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    for name, before in attributes.items():
-        value = getattr(module, name)
-        if isinstance(before, list | dict) and isinstance(value, list | dict):
-            if before:  # a rank without samples keeps what its filler has added, as an empty list may have no mean
-                value.clear()
-                value.extend(before) if isinstance(value, list) else value.update(before)
-        else:
-            setattr(module, name, before)
+def _remember(value: Any, *, keeps_empty: bool) -> Callable[[], None]:
+    """Return a function that gives a value of one of ``_CONTAINERS`` its current content again, at any depth."""
+    if isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value.is_inference()):
+        return lambda: None  # an evaluation cannot change them
+    if isinstance(value, Tensor):
+        tensor, version = value.clone(), value._version
+        return lambda: None if value._version == version else cast(Any, value.copy_(tensor))
+    if isinstance(value, np.ndarray):
+        array = value.copy()
+        return lambda: np.copyto(value, array) if value.flags.writeable else None
+    if keeps_empty and not value:
+        return lambda: None
+    content = value.copy()
+    parts = content.values() if isinstance(content, dict) else content
+    restores = [_remember(part, keeps_empty=keeps_empty) for part in parts if isinstance(part, _CONTAINERS)]
+
+    def restore() -> None:
+        value.clear()
+        value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        for restore_part in restores:
+            restore_part()
+
+    return restore

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.checkpoint.state import check_optimizer_parameters
 from lightning_fsdp2.compat.lightning import logs_graph
+from lightning_fsdp2.modules.structure import find_layer_drop
 from lightning_fsdp2.strategies.precision import check_optimization
 
 CALLBACKS_OF_WHOLE_WEIGHTS: dict[type[Callback], str] = dict.fromkeys(
@@ -158,11 +159,11 @@ def refuse_layer_drop(module: nn.Module, *, apart: bool) -> None:
     Raises:
         ValueError: When a module has a ``layerdrop`` above 0.
     """
-    for name, submodule in module.named_modules():
-        layerdrop = vars(submodule).get("layerdrop", 0)
-        if apart and isinstance(layerdrop, int | float) and layerdrop > 0:
-            raise ValueError(
-                f"{name or type(module).__name__} skips layers at random (layerdrop={layerdrop}), but all ranks gather"
-                " the weights of a layer together, and data parallel ranks would skip different layers. Set"
-                " layerdrop=0, or random_numbers='shared' of the strategy."
-            )
+    found = find_layer_drop(module) if apart else None
+    if found is not None:
+        name, layerdrop = found
+        raise ValueError(
+            f"{name} skips layers at random (layerdrop={layerdrop}), but all ranks gather the weights of a layer"
+            " together, and data parallel ranks would skip different layers. Set layerdrop=0, or"
+            " random_numbers='shared' of the strategy."
+        )

@@ -20,7 +20,8 @@ from lightning_fsdp2.ranks.coordination import wait_for_all_ranks
 OUTSIDE_CALL_TIMEOUT = timedelta(minutes=1)
 """Longest time that a rank waits for the other ranks before a sharded module's forward outside of a step.
 
-It is short, because a call on only some ranks is more likely than a rank that comes so late.
+It is short, because a call on only some ranks is more likely than a rank that comes so late. A strategy whose
+``timeout`` is longer than the default waits for that long.
 """
 
 _HANDLES_ATTRIBUTE = "_lightning_fsdp2_step_region"

@@ -15,7 +15,7 @@ from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.config import DistributedConfig
 from lightning_fsdp2.mesh import get_axis_sizes, get_extra_group, get_mesh, get_optional_mesh
 from lightning_fsdp2.mesh_axes import get_pipeline_control, get_stage_control
-from lightning_fsdp2.ranks.coordination import gather_objects, get_group
+from lightning_fsdp2.ranks.coordination import gather_objects, get_group, shorten_timeout
 from lightning_fsdp2.ranks.own_random import OwnRandomNumbers
 from lightning_fsdp2.ranks.random_state import get_random_state, set_random_state
 from lightning_fsdp2.sizes import CP_TP, DATA_PARALLEL, DP_CP, PIPELINE_PARALLEL, STAGE, MeshSizes
@@ -164,6 +164,10 @@ class World:
         self.group_timeout = timeout
         for group in (dist.group.WORLD, self.control_group, *get_groups(self.mesh)):
             set_group_timeout(group, timeout)
+
+    def shorten_timeout(self, limit: timedelta) -> timedelta:
+        """Return ``limit``, or :attr:`timeout` if that is shorter, or longer than its default."""
+        return shorten_timeout(self.timeout, limit)
 
     # ------------------------------------------------------------------ collectives
 

@@ -1,9 +1,12 @@
 """A rank whose batch has no image: an error before the collectives meet, or a dummy image that changes nothing."""
 
 import os
+import random
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.models import LLAMA
@@ -18,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Strategy
 from lightning_fsdp2.data import add_dummy_image
+from lightning_fsdp2.parallel.data import branches
 
 FAMILY = "qwen2_vl"
 SEEN = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
@@ -129,6 +133,88 @@ def test_a_part_that_is_called_last_is_told_apart_from_what_follows(stage: str, 
             getattr(make_trainer(max_steps=1), stage)(WithTail(), loader)
 
     run_ranks(run, 2, group=False)
+
+
+class Draws(UserModule):
+    """Each step runs as many layers on all ranks, but draws which; all layers have weights of the same shape."""
+
+    seed = 1
+
+    def build(self) -> None:
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(6))
+        self.ran: list[list[int]] = []
+
+    def choose(self) -> list[int]:
+        return torch.randperm(6)[:3].tolist()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.ran.append(self.choose())
+        for index in self.ran[-1]:
+            batch = self.layers[index](batch)
+        return batch
+
+
+class SkipsByRandom(Draws):
+    def choose(self) -> list[int]:
+        return [index for index in range(6) if random.random() < 0.7]
+
+
+class SkipsByNumpy(Draws):
+    def choose(self) -> list[int]:
+        return [index for index in range(6) if np.random.rand() < 0.7]
+
+
+@pytest.mark.parametrize("kind", [Draws, SkipsByRandom, pytest.param(SkipsByNumpy, marks=pytest.mark.slow)])
+def test_ranks_that_draw_other_layers_are_told_apart_or_share_their_numbers(kind: type[Draws]) -> None:
+    """In one list of layers, which ranks otherwise always enter together."""
+
+    def run() -> list[list[int]]:
+        loader = torch.utils.data.DataLoader(torch.ones(8, 8))
+        message = r"layers\.\d \(ranks \d\); .* \(ranks \d\)\..*random_numbers=\"shared\" of the strategy"
+        with pytest.raises(RuntimeError, match=message):
+            make_trainer(FSDP2Strategy(timeout=timedelta(seconds=15)), max_steps=3).fit(kind(), loader)
+        module = kind()
+        make_trainer(FSDP2Strategy(random_numbers="shared"), max_steps=3).fit(module, loader)
+        return module.ran
+
+    first, second = run_ranks(run, 2, group=False)
+    assert first == second
+    assert len({str(layers) for layers in first}) > 1
+
+
+def test_ranks_of_megatron_fsdp_that_draw_other_layers_are_told_apart_too() -> None:
+    kind = STRATEGIES["megatron_fsdp"]
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match=r"random_numbers=\"shared\" of the strategy"):
+            kind.make_trainer(max_steps=3).fit(Draws(), torch.utils.data.DataLoader(torch.ones(8, 8)))
+
+    kind.run(run, 2, group=False)
+
+
+class RunsAll(Draws):
+    def choose(self) -> list[int]:
+        return list(range(6))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+def test_single_layers_are_compared_in_the_first_training_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[int]:
+        counts: list[int] = []
+        compare = branches._Check.compare
+
+        def count(check: Any, index: int) -> None:
+            counts.append(index)
+            compare(check, index)
+
+        monkeypatch.setattr(branches._Check, "compare", count)
+        loader = torch.utils.data.DataLoader(torch.ones(12, 8))
+        make_trainer(max_steps=6, limit_val_batches=2, val_check_interval=1).fit(RunsAll(), loader, loader)
+        return counts
+
+    assert run_ranks(run, 2, group=False) == [3 * [0, 1, 2, 3, 4, 5, 6]] * 2
 
 
 def test_a_module_that_goes_through_several_stages_is_checked_once() -> None:

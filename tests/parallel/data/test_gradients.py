@@ -19,7 +19,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_fsdp2 import clip_grad_norm_, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.mesh import get_mesh
 from lightning_fsdp2.parallel.data import gradients as gradients_module
-from lightning_fsdp2.parallel.data.gradients import clip_grad_value_, get_total_norm, scale_gradients
+from lightning_fsdp2.parallel.data.gradients import (
+    choose_backward_inputs,
+    clip_grad_value_,
+    get_total_norm,
+    scale_gradients,
+)
 from lightning_fsdp2.parallelizer import fsdp2_strategy_parallelize
 from lightning_fsdp2.sizes import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL
 
@@ -455,3 +460,30 @@ def test_defer_grad_sync_ignores_a_model_that_is_not_sharded() -> None:
     with defer_grad_sync(model):
         model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+def test_a_gradient_of_activations_looks_through_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: nn.Module) -> Any:
+        raise AssertionError("the units are looked through")
+
+    def run() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        inputs = torch.ones(2, 4, requires_grad=True)
+        hidden = model(inputs)
+        with monkeypatch.context() as patch:
+            patch.setattr(gradients_module, "get_fsdp_modules", refuse)
+            assert choose_backward_inputs(model, (inputs, hidden), False) == [inputs, hidden]
+        for accumulates in (False, True):
+            plain = nn.Parameter(torch.ones(2))
+            assert choose_backward_inputs(model, (plain, inputs), accumulates) == [plain, inputs]
+        own = [*model.parameters()]
+        chosen = choose_backward_inputs(model, (inputs, *own), True)
+        assert chosen[0] is inputs
+        assert [tensor.shape for tensor in chosen[1:]] == [parameter.shape for parameter in own]
+        assert not any(isinstance(tensor, DTensor) for tensor in chosen)
+        hidden.sum().backward(inputs=chosen)  # autograd knows all of them
+
+    run_ranks(run, 2)

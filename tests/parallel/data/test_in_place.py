@@ -1,9 +1,10 @@
 """Weights that a forward changes in place are those of one process afterwards, or an error names the parameter."""
 
 import copy
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.parallel.data import in_place
 from lightning_fsdp2.parallel.pipeline.plain_loop import train_on_stages
 from lightning_fsdp2.parallelizer import unshard_fsdp2_model
@@ -227,6 +229,48 @@ def test_a_change_on_one_rank_is_an_error_and_no_hang(monkeypatch: pytest.Monkey
         model = shard(Net(Sometimes))
         try:
             train(model, halves=True)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(in_place, "_TIMEOUT", timedelta(seconds=1))
+    first, _ = run_ranks(run, 2)
+    assert "layers.0.kind.weight" in first
+    assert "rank 1 did not" in first
+
+
+def test_a_long_timeout_lets_a_rank_come_late_to_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    class IsLate(Clipped):
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() == 0:
+                time.sleep(0.3)
+            return super().forward(x)
+
+    def run() -> None:
+        set_group_timeout(cast(Any, dist.group.WORLD), timedelta(minutes=31))
+        compare(IsLate)
+
+    monkeypatch.setattr(in_place, "_TIMEOUT", timedelta(seconds=0.01))
+    run_ranks(run, 2)
+
+
+def test_a_change_on_one_rank_in_a_second_model_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a second fit: the store still has the keys of the first model, whose weights have the same names."""
+
+    class Sometimes(nn.Linear):
+        ranks = (0, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() in self.ranks:
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+            return super().forward(x)
+
+    def run() -> str:
+        train(shard(Net(Sometimes)), halves=True, steps=1)
+        Sometimes.ranks = (0,)
+        try:
+            train(shard(Net(Sometimes)), halves=True, steps=1)
         except RuntimeError as error:
             return str(error)
         return ""

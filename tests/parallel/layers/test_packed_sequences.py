@@ -14,7 +14,7 @@ from transformers import AttentionInterface, masking_utils, modeling_flash_atten
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
-from lightning_fsdp2.compat.transformers import assume_unpacked_sequences
+from lightning_fsdp2.compat.transformers import assume_unpacked_sequences, assumes_unpacked_sequences
 from lightning_fsdp2.parallel.layers.packed_sequences import require_separate_documents
 
 CHECKS = (
@@ -53,10 +53,11 @@ def test_neither_place_is_asked_and_the_host_waits_for_nothing(calls: Counter[st
     AttentionInterface.register("watched", attend_watched)
 
     def run(model: Any) -> tuple[dict[str, int], int]:
+        batch = {"input_ids": torch.ones(1, 12, dtype=torch.int64), "position_ids": torch.arange(12).view(1, 12)}
+        model(**batch, use_cache=False)  # the first forward also compares its weights with those before
         calls.clear()
-        position_ids = torch.arange(12).view(1, 12)
         with StepCounter() as counter:
-            model(input_ids=torch.ones(1, 12, dtype=torch.int64), position_ids=position_ids, use_cache=False)
+            model(**batch, use_cache=False)
         return dict(calls), counter.host_syncs
 
     def run_both() -> list[tuple[dict[str, int], int]]:
@@ -76,6 +77,7 @@ def test_masks_are_made_without_a_look_at_the_positions(calls: Counter[str]) -> 
     def run() -> list[tuple[int, int]]:
         results = []
         for model in (make_causal_lm(LLAMA), parallelize(make_causal_lm(LLAMA))):
+            model(input_ids=torch.ones(2, 12, dtype=torch.int64), use_cache=False)
             calls.clear()
             with StepCounter() as counter:
                 model(input_ids=torch.ones(2, 12, dtype=torch.int64), use_cache=False)
@@ -182,4 +184,16 @@ def test_the_patch_is_undone_also_after_an_error_and_inside_itself() -> None:
     originals = [getattr(module, name) for module, name in CHECKS]
     with pytest.raises(KeyError):
         use_patch_twice_and_fail()
+    assert [getattr(module, name) for module, name in CHECKS] == originals
+
+
+def test_patches_of_two_trainers_may_be_undone_in_any_order() -> None:
+    originals = [getattr(module, name) for module, name in CHECKS]
+    first, second = assume_unpacked_sequences(), assume_unpacked_sequences()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert assumes_unpacked_sequences()
+    second.__exit__(None, None, None)
+    assert not assumes_unpacked_sequences()
     assert [getattr(module, name) for module, name in CHECKS] == originals

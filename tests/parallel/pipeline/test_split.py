@@ -38,6 +38,7 @@ REFUSED = {
     "glm_moe_dsa": "returns, besides its hidden states, a value that the next layer gets",
     "hrm_text": "runs 6 times",
     "hy_v4": "returns, besides its hidden states, a value that the next layer gets",
+    "inkling2_loop_text": "runs 2 times",
     "inkling2_text": "the argument `block_states`",
     "longcat_flash": "has 1 layers",  # here
 }
@@ -163,7 +164,9 @@ REFUSED_WITH_IMAGES = {
     "blip-2": NEEDS_IMAGES,
     "florence2": "encoder-decoder",
     "gemma4": "the argument `per_layer_input`",
+    "hy_v4_vl": "returns, besides its hidden states, a value that the next layer gets",
     "idefics": NEEDS_IMAGES,
+    "inkling2_loop": "runs 2 times",
     "inkling2": "the argument `block_states`",
     "instructblip": NEEDS_IMAGES,
     "instructblipvideo": NEEDS_IMAGES,

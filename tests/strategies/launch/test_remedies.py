@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -150,6 +151,34 @@ def test_errors_and_their_remedies(
     else:
         assert remedy in found
         assert str(exception) == f"{message}\n{found}"
+
+
+def training_step(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def validation_step(message: str) -> None:
+    raise RuntimeError(message)
+
+
+@pytest.mark.parametrize(
+    ("step", "message", "own", "names"),
+    [
+        (training_step, "Timed out waiting 15000ms for recv operation to complete", True, True),
+        (training_step, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True, True),
+        (training_step, "Timed out waiting 15000ms for recv operation to complete", False, False),
+        (training_step, "Connection closed by peer [10.0.0.1]:3", True, False),
+        (validation_step, "Timed out waiting 15000ms for recv operation to complete", True, False),
+    ],
+)
+def test_a_collective_that_times_out_in_training_names_the_random_numbers(
+    step: Callable[[str], None], message: str, own: bool, names: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remedies, "say_who_answers", lambda hosts: "All do.")
+    error = catch(partial(step, message))
+    add_remedy(error, ["a", "b"], own_random_numbers=own)
+    assert "no longer answers. All do." in str(error)
+    assert ('random_numbers="shared"' in str(error)) is names
 
 
 def test_an_error_comes_from_the_function_that_raises_it() -> None:
