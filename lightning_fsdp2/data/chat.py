@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fsdp2.data.checks import check_minimum
-from lightning_fsdp2.data.conversations import Columns, tokenize_conversations
+from lightning_fsdp2.data.conversations import tokenize_conversations
 from lightning_fsdp2.data.lengths import LengthStatistics, measure_lengths
 from lightning_fsdp2.data.loader import SequenceStream
+from lightning_fsdp2.data.messages import Columns
 from lightning_fsdp2.data.module import SequenceDataModule, split_in_two
 from lightning_fsdp2.data.packing import pack_conversations, select_with_answers
 from lightning_fsdp2.data.sources import load_rows
