@@ -79,6 +79,6 @@ def _guard(scheduler: Any, agree: Agree, timeout: timedelta) -> Any:
         wait_for_all_ranks("step ReduceLROnPlateau", timeout, remedy)
         kind.step(self, agree("the argument of `ReduceLROnPlateau.step`", metrics), *args, **kwargs)
 
-    view = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
+    view: Any = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
     view.__dict__ = scheduler.__dict__
     return view
