@@ -235,7 +235,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         # check the environment variables here too, because in a notebook no launcher has checked them
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)
         self.world.sizes = self.asked_sizes.resolve_for_run(world_size=self.world_size, num_nodes=self.num_nodes)
-        RankLauncher.has_failed = False
+        RankLauncher.note_start()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
