@@ -239,7 +239,7 @@ class MeshStrategy(WorldStrategy, Generic[ManagerT]):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        self.world.start(self.config, cast(Any, self.cluster_environment), self.root_device)
+        self.world.start(self.config, cast(Any, self.cluster_environment), self.root_device, self.num_processes)
         check_same_run(trainer, self.hosts, cast(Any, self.world.control_group))
         self.enter_mesh(get_device_mesh(self.sizes, self.root_device.type, self.world.timeout))
         self.checkpoints.connect(self.root_device)
