@@ -1,4 +1,4 @@
-"""Access to the private state that FSDP2 keeps on its modules. For gradients, see ``fsdp_gradients.py``.
+"""Access to the private state that FSDP2 keeps on its modules. For gradients, see ``gradients.py``.
 
 Tested with torch 2.11 to 2.15.
 """
@@ -108,6 +108,11 @@ def get_parameter_groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def get_parameter_name(parameter: Any) -> str:
+    """Return the name of a unit's parameter in the root module; before the first forward, in its own module."""
+    return parameter._param_fqn or parameter._module_info.param_name
+
+
 @dataclass
 class GatheredWeight:
     """One parameter of a unit while it is gathered."""
@@ -179,7 +184,7 @@ def drop_changes_in_place(modules: Iterable[FSDPModule]) -> Iterator[list[str]]:
         yield names
     finally:
         for group in groups:
-            names += [_get_name(parameter) for parameter in group.find_changed()]
+            names += [get_parameter_name(parameter) for parameter in group.find_changed()]
             group.is_paused = False
 
 
@@ -264,11 +269,6 @@ class _WatchedParamGroup(FSDPParamGroup):
         )
 
 
-def _get_name(parameter: Any) -> str:
-    """Return a parameter's name in the root module; before the first forward, in its own module."""
-    return parameter._param_fqn or parameter._module_info.param_name
-
-
 def _get_gathered(parameter: Any) -> GatheredWeight:
     shard, owner = parameter.sharded_param, parameter._module_info
     whole = _get_local(parameter._unsharded_param).detach()
@@ -277,7 +277,7 @@ def _get_gathered(parameter: Any) -> GatheredWeight:
     tensors = [whole, *parameter.all_gather_outputs, *([] if seen is None else [_get_local(seen)])]
     memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return GatheredWeight(
-        name=_get_name(parameter),
+        name=get_parameter_name(parameter),
         whole=whole,
         shard=shard._local_tensor.detach(),
         dim=parameter.fsdp_placement.dim,

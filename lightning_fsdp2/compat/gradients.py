@@ -1,21 +1,22 @@
-"""Gradients of sharded parameters: deferred ones, hooks on them, backwards to some of them.
+"""Gradients of sharded parameters: when FSDP2 reduces them, and how autograd reaches them.
 
 FSDP2 computes with gathered parameters, and only these are in autograd's graph. So autograd neither runs the hooks that
 users register on sharded parameters, nor finds sharded parameters in the graph. Tested with torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.fsdp import get_parameter_groups
-from lightning_fsdp2.compat.torch import call_at_end_of_backward, is_in_backward, make_wrapper_subclass
+from lightning_fsdp2.compat.fsdp import get_parameter_groups, get_parameter_name
+from lightning_fsdp2.compat.torch import is_in_backward
 
 
 def count_gradient_hooks(parameter: Tensor) -> int:
@@ -28,42 +29,33 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-class UnreducedGradient(DTensor):
-    """Placeholder in ``parameter.grad`` for a gradient that is not reduced over the ranks yet.
+class PlaceholderGradient(DTensor):
+    """Tensor in ``parameter.grad`` that stands for a gradient which does not exist yet.
 
-    Without the placeholder, ``parameter.grad`` would be None, although the parameter has a gradient in one process.
-    Every use of the placeholder except its attributes, such as ``shape``, is an error.
+    Every use except its attributes, such as ``shape``, calls :meth:`refuse`.
     """
 
     __slots__ = ()
 
-    remedy: ClassVar[str] = (
-        "Use gradients in `on_before_optimizer_step`; or in `on_after_backward`, since a module or callback with this"
-        " hook makes every micro-batch reduce gradients; or set FSDP2Config(defer_fsdp_grad_sync=False), if there are"
-        " no replicas. In a plain loop, leave out `defer_grad_sync`."
-    )
+    @classmethod
+    def refuse(cls) -> NoReturn:
+        """Raise the error of a use."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        cls._refuse()
+        cls.refuse()
 
     @property
     def _local_tensor(self) -> NoReturn:  # type: ignore[override]
-        self._refuse()
+        self.refuse()
 
     @property
     def _spec(self) -> NoReturn:  # type: ignore[override]
-        self._refuse()
-
-    @classmethod
-    def _refuse(cls) -> NoReturn:
-        raise ValueError(
-            "A gradient was used in the middle of an accumulation window, but gradients are reduced over the ranks only"
-            f" in the last micro-batch. {cls.remedy}"
-        )
+        self.refuse()
 
 
 InputsChoice = Callable[[Sequence[Tensor], bool], Sequence[Tensor]]
@@ -116,11 +108,15 @@ class _RunBackward:
         return self.original(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
 
 
-def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> None:
+def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> list[Tensor]:
     """Drop the gradients that ``parameters`` of a unit have accumulated without gradient synchronisation.
 
     torch has no public way to do this.
+
+    Returns:
+        Those of ``parameters`` that are in the unit.
     """
+    dropped: list[Tensor] = []
     for group in get_parameter_groups(module):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters]
         for parameter in chosen:
@@ -129,12 +125,12 @@ def drop_unreduced_gradients(module: FSDPModule, parameters: set[Tensor]) -> Non
             # torch 2.15 keeps the accumulated gradient in `grad` instead of in this attribute
             if parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad = None
-            if isinstance(parameter.sharded_param.grad, UnreducedGradient):
-                parameter.sharded_param.grad = None
+            dropped.append(parameter.sharded_param)
         if len(chosen) == len(group.fsdp_params):
             # HSDP stores the accumulated gradients of the whole FSDP unit in this attribute
             group._partial_reduce_output = None
             getattr(group, "_partial_reduce_output_layout", {}).clear()  # since torch 2.15
+    return dropped
 
 
 def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
@@ -155,151 +151,92 @@ def separate_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
                 seen.add(memory)
 
 
-def watch_gradients(module: FSDPModule, check: Callable[["HookedUnit", list[Any]], None]) -> list["HookedUnit"]:
-    """Make a unit run the hooks on the gradients of its sharded parameters, and mark gradients that are not reduced.
+@dataclass(frozen=True)
+class UnitParameter:
+    """Parameter of a unit."""
 
-    The hooks are those of ``Tensor.register_hook`` and ``Tensor.register_post_accumulate_grad_hook``. They run once in
-    each backward, at its end. They get the gradient that this backward has computed on all ranks, a DTensor that is
-    sharded like the parameter. As in autograd, a hook may return another gradient. A unit with hooks reduces its
-    gradients in every backward, even if gradient synchronisation is off.
+    _parameter: Any
 
-    Args:
-        module: Module that ``fully_shard`` was applied to.
-        check: Function that is called in each backward, with one of the results and the unit's parameters with hooks.
-    """
-    state: Any = module._get_fsdp_state()
-    units = [HookedUnit(group, state, check) for group in get_parameter_groups(module)]
-    for group, unit in zip(get_parameter_groups(module), units, strict=True):
-        group.post_backward = unit
-    return units
+    @property
+    def name(self) -> str:
+        """Name in the root module; before the first forward, in its own module."""
+        return get_parameter_name(self._parameter)
+
+    @property
+    def owner(self) -> tuple[nn.Module, str]:
+        """Module that has the parameter, and the name there."""
+        owner = self._parameter._module_info
+        return owner.module, owner.param_name
+
+    @property
+    def shard(self) -> Tensor:
+        """Parameter that users and optimizers hold."""
+        return self._parameter.sharded_param
+
+    @property
+    def has_unreduced_gradient(self) -> bool:
+        """Whether backwards have left a gradient that is not reduced yet."""
+        gathered = getattr(self._parameter, "_unsharded_param", None)  # set by the parameter's first all-gather
+        is_kept = gathered is not None and gathered.grad is not None
+        return is_kept or self._parameter.unsharded_accumulated_grad is not None
 
 
-class HookedUnit:
-    """Replacement of the method with which a group of FSDP2 parameters reduces its gradients.
+class UnitGradients:
+    """Gradients of a group of parameters that FSDP2 reduces together."""
 
-    If a module is called several times, FSDP2 calls this method several times in a backward, and each call adds to the
-    gradient. So hooks run only at the end of the backward, when the gradient is complete.
-    """
+    def __init__(self, group: Any, state: Any) -> None:
+        self._group, self._state = group, state
+        self.parameters = [UnitParameter(parameter) for parameter in group.fsdp_params]
 
-    def __init__(self, group: Any, state: Any, check: Callable[["HookedUnit", list[Any]], None]) -> None:
-        self._group, self._state, self._check = group, state, check
-        self._earlier: dict[Any, Tensor | None] = {}
-        self._placeholders: dict[Any, UnreducedGradient] = {}
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether no other backward follows. A pipeline runs several backwards in place of one."""
+        return self._state._state_ctx.is_last_backward
 
-    def __call__(self, *_: Any) -> None:
-        group, hooked = self._group, self.find_hooked()
-        self._check(self, hooked)
-        _check_gathered(group)
-        if hooked:
-            self._reduce_for_hooks(hooked)
-        elif group.reduce_grads and (group.all_reduce_grads or not isinstance(group.mesh_info, DDPMeshInfo)):
-            self._take_placeholders_off()
-            type(group).post_backward(group)
-        else:
-            unreduced = [parameter for parameter in group.fsdp_params if _is_unreduced(parameter)]
-            type(group).post_backward(group)
-            self._put_placeholders_on(unreduced)
-
-    def find_hooked(self) -> list[Any]:
-        """Return the parameters that have hooks."""
-        return [parameter for parameter in self._group.fsdp_params if has_gradient_hooks(parameter.sharded_param)]
-
-    def get_name(self, parameter: Any) -> str:
-        """Return the name of a parameter in its root."""
-        return _get_name(parameter)
-
-    def _reduce_for_hooks(self, hooked: list[Any]) -> None:
+    @property
+    def are_reduced(self) -> bool:
+        """Whether :meth:`finish` reduces gradients over all ranks."""
         group = self._group
-        if self._take_placeholders_off():
-            raise ValueError(
-                f"A hook was registered on {_get_name(hooked[0])} in the middle of an accumulation window, so it would"
-                " see the gradients of several micro-batches at once. Register hooks before the first micro-batch of an"
-                " optimizer step; or set FSDP2Config(defer_fsdp_grad_sync=False), if there are no replicas."
-            )
-        for parameter in hooked:
-            if parameter not in self._earlier:
-                self._earlier[parameter] = parameter.sharded_param.grad
-                parameter.sharded_param.grad = None
-        # a pipeline runs several backwards in place of one
-        is_last = self._state._state_ctx.is_last_backward
-        with _hide_hooks(hooked), _reduce_now(group, enabled=is_last):
-            type(group).post_backward(group)
-        if is_last:
-            call_at_end_of_backward(self._run_hooks)
+        return group.reduce_grads and (group.all_reduce_grads or not isinstance(group.mesh_info, DDPMeshInfo))
 
-    @torch.no_grad()
-    def _run_hooks(self) -> None:
-        """Run the hooks on the gradients of this backward, and add the gradients to those of earlier backwards."""
-        earlier, self._earlier = self._earlier, {}
-        for parameter, before in earlier.items():
-            shard = parameter.sharded_param
-            if (gradient := shard.grad) is None:  # this backward has not used the parameter
-                shard.grad = before
-                continue
-            for hook in tuple((shard._backward_hooks or {}).values()):
-                gradient = _call_hook(hook, gradient, _get_name(parameter))
-            shard.grad = gradient if before is None else before.add_(gradient)
-            for hook in tuple((shard._post_accumulate_grad_hooks or {}).values()):
-                hook(shard)
+    def find_hooked(self) -> list[UnitParameter]:
+        """Return the parameters with hooks on the gradients of their shards."""
+        return [own for own in self.parameters if has_gradient_hooks(own._parameter.sharded_param)]
 
-    def _put_placeholders_on(self, unreduced: list[Any]) -> None:
-        for parameter in unreduced:
-            shard = parameter.sharded_param
-            if shard.grad is None:
-                if parameter not in self._placeholders:
-                    self._placeholders[parameter] = make_wrapper_subclass(UnreducedGradient, shard)
-                shard.grad = self._placeholders[parameter]
+    def find_hooked_while_gathered(self) -> list[UnitParameter]:
+        """Return the parameters with hooks on their gathered forms, which autograd runs."""
+        gathered = [(own, getattr(own._parameter, "_unsharded_param", None)) for own in self.parameters]
+        return [own for own, form in gathered if form is not None and has_gradient_hooks(form)]
 
-    def _take_placeholders_off(self) -> bool:
-        """Remove the placeholders, and return whether there were any."""
-        marked = [p for p in self._group.fsdp_params if isinstance(p.sharded_param.grad, UnreducedGradient)]
-        for parameter in marked:
-            parameter.sharded_param.grad = None
-        return bool(marked)
+    def call_in_place_of_finish(self, function: Callable[[], None]) -> None:
+        """Call ``function`` where FSDP2 would call :meth:`finish`.
+
+        FSDP2 does so in each backward; once more for each further call of a module in the forward.
+        """
+        self._group.post_backward = lambda *_: function()
+
+    def finish(self) -> None:
+        """Reduce the gradients that backward has just computed, or keep them without gradient synchronisation."""
+        type(self._group).post_backward(self._group)
+
+    def finish_without_hooks(self, *, reduces: bool) -> None:
+        """Call :meth:`finish` without the hooks that FSDP2 itself calls whenever it adds to a gradient.
+
+        Args:
+            reduces: Whether to reduce the gradients even if gradient synchronisation is off.
+        """
+        with _hide_hooks(self.find_hooked()), _reduce_now(self._group) if reduces else nullcontext():
+            self.finish()
 
 
-def _is_unreduced(parameter: Any) -> bool:
-    gathered = getattr(parameter, "_unsharded_param", None)  # set by the parameter's first all-gather
-    return parameter.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
-
-
-def _check_gathered(group: Any) -> None:
-    """Refuse hooks on gathered parameters, which autograd has run on the gradient of this rank alone."""
-    for parameter in group.fsdp_params:
-        gathered = getattr(parameter, "_unsharded_param", None)
-        if gathered is not None and has_gradient_hooks(gathered):
-            raise ValueError(
-                f"A hook was registered on {_get_name(parameter)} while a step had the parameter gathered, so it would"
-                " see only this rank's part of the gradient. Register hooks outside of steps, such as in"
-                " `on_train_start` or `on_train_batch_start`."
-            )
-
-
-def _call_hook(hook: Callable[[Tensor], Any], gradient: Tensor, name: str) -> Tensor:
-    try:
-        result = hook(gradient)
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise ValueError(
-            f"A hook on {name} combines the gradient, which is sharded (a DTensor), with a whole tensor. Shard this"
-            " tensor too: `distribute_tensor(tensor, gradient.device_mesh, gradient.placements, src_data_rank=None)`."
-        ) from error
-    if result is None:
-        return gradient
-    if not isinstance(result, DTensor) or result.shape != gradient.shape:
-        raise TypeError(
-            f"A hook on {name} returned {type(result).__name__}{list(getattr(result, 'shape', []))} instead of a"
-            f" DTensor of the shape {list(gradient.shape)}. A hook on a sharded parameter gets and returns a gradient"
-            " that is sharded like the parameter."
-        )
-    return result.redistribute(placements=gradient.placements)  # type: ignore[attr-defined]
+def get_unit_gradients(module: FSDPModule) -> list[UnitGradients]:
+    """Return the gradients of a unit, for each group of its parameters."""
+    return [UnitGradients(group, module._get_fsdp_state()) for group in get_parameter_groups(module)]
 
 
 @contextmanager
-def _hide_hooks(parameters: list[Any]) -> Iterator[None]:
-    """Hide the hooks that FSDP2 would call whenever it adds to a gradient."""
-    hooks = [p.sharded_param._post_accumulate_grad_hooks for p in parameters]
+def _hide_hooks(parameters: Iterable[UnitParameter]) -> Iterator[None]:
+    hooks = [parameter.shard._post_accumulate_grad_hooks for parameter in parameters]
     kept = [(of_one, dict(of_one)) for of_one in hooks if of_one]
     for of_one, _ in kept:
         of_one.clear()
@@ -311,18 +248,20 @@ def _hide_hooks(parameters: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _reduce_now(group: Any, *, enabled: bool) -> Iterator[None]:
+def _reduce_now(group: Any) -> Iterator[None]:
     flags = group.reduce_grads, group.all_reduce_grads
-    if enabled:
-        group.reduce_grads = group.all_reduce_grads = True
+    group.reduce_grads = group.all_reduce_grads = True
     try:
         yield
     finally:
         group.reduce_grads, group.all_reduce_grads = flags
 
 
-def _get_name(parameter: Any) -> str:
-    return str(parameter._param_fqn or parameter._module_info.param_name)
+def get_hooks(parameter: Tensor) -> tuple[list[Callable[[Tensor], Any]], list[Callable[[Tensor], Any]]]:
+    """Return the hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook`` on ``parameter``."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    before, after = ([*(of_one or {}).values()] for of_one in hooks)
+    return before, after
 
 
 def find_gathered_parameters(modules: Iterable[FSDPModule], wanted: Iterable[Tensor]) -> dict[int, tuple[str, Tensor]]:
@@ -335,9 +274,9 @@ def find_gathered_parameters(modules: Iterable[FSDPModule], wanted: Iterable[Ten
     found: dict[int, tuple[str, Tensor]] = {}
     for group in (group for module in modules for group in get_parameter_groups(module)):
         for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)  # None if no forward has used the parameter
+            gathered: Any = getattr(parameter, "_unsharded_param", None)  # None if no forward has used the parameter
             shards = parameter.sharded_param, getattr(parameter, "_sharded_post_forward_param", None)
             for form in (gathered, *shards) if gathered is not None else ():
                 if id(form) in ids:
-                    found[id(form)] = _get_name(parameter), gathered
+                    found[id(form)] = get_parameter_name(parameter), gathered
     return found

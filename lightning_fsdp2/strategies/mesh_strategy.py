@@ -233,11 +233,11 @@ class MeshStrategy(EvaluatingStrategy, Generic[ManagerT]):
         # check the environment variables here too, because in a notebook no launcher has checked them
         check_variables(self.cluster_environment, self.num_processes, self.num_nodes)
         self.world.sizes = self.asked_sizes.resolve_for_run(world_size=self.world_size, num_nodes=self.num_nodes)
-        RankLauncher.has_failed = False
+        RankLauncher.note_start()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        self.world.start(self.config, cast(Any, self.cluster_environment), self.root_device)
+        self.world.start(self.config, cast(Any, self.cluster_environment), self.root_device, self.num_processes)
         check_same_run(trainer, self.hosts, cast(Any, self.world.control_group))
         self.enter_mesh(get_device_mesh(self.sizes, self.root_device.type, self.world.timeout))
         self.checkpoints.connect(self.root_device)

@@ -437,6 +437,54 @@ except ValueError as error:
 """
 
 
+ALL_LEAVE = """
+import os
+import sys
+import time
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_fsdp2 import FSDP2Strategy
+from lightning_fsdp2.strategies.launch import launcher
+
+launcher._SECONDS_AFTER_ERROR = 2
+
+
+class Leaves(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, index):
+        return self.linear(batch).sum()
+
+    def on_train_batch_end(self, *args):
+        sys.exit(0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+try:
+    pl.Trainer(accelerator="cpu", devices=2, strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False).fit(
+        Leaves(), DataLoader(torch.ones(8, 4))
+    )
+finally:
+    if os.environ["LOCAL_RANK"] == "1":
+        time.sleep(6)  # it uploads what it has saved
+        print("rank 1 has ended", flush=True)
+"""
+
+
+def test_all_ranks_that_leave_have_the_time_that_they_need(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ALL_LEAVE)
+    ended = launch([str(tmp_path / "script.py")], tmp_path)
+    assert ended.code == 0, ended.output[-6000:]
+    assert "rank 1 has ended" in ended.output
+
+
 def test_an_error_that_the_script_catches_ends_all_too(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(CATCHES)
     ended = launch([str(tmp_path / "script.py")], tmp_path)

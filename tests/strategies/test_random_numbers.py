@@ -305,6 +305,7 @@ def test_the_sampler_of_a_loader_can_be_changed(kind: Any) -> None:
     draw_order_from_shared_numbers(loader)
     sampler: Any = loader.batch_sampler
     assert isinstance(sampler, kind)
+    assert type(sampler) is not kind, "it draws shared numbers"
     sampler.epoch = 5
     assert own.epoch == 5
     assert next(iter(sampler)) == [5]

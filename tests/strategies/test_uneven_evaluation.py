@@ -309,6 +309,9 @@ class Reads(UserModule):
         self.layer = nn.Linear(1, 1)
         self.read: list[float] = []
 
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.layer(batch).square().mean()
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.layer(batch)
         self.read += (batch.flatten() + 0 * torch.rand(len(batch))).tolist()

@@ -76,8 +76,8 @@ def _find_optional_views(parameters: Sequence[nn.Parameter]) -> tuple[nn.Paramet
 
 def _get_range(tensor: Tensor) -> tuple[int, int, int]:
     """Return the storage of ``tensor``, and the range of bytes in it from the first to the last element."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.itemsize
+    last: Any = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
     return get_storage_id(tensor), start, start + (last + 1) * tensor.itemsize
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import cast
+from typing import ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp2.compat.fsdp import ensure_gathered_once
 from lightning_fsdp2.compat.gradients import (
+    PlaceholderGradient,
     drop_unreduced_gradients,
     find_gathered_parameters,
     separate_unreduced_gradients,
@@ -23,6 +24,28 @@ from lightning_fsdp2.modules.sharder import get_optional_sharder
 from lightning_fsdp2.modules.stages import PipelineRanks, get_optional_pipeline_ranks
 from lightning_fsdp2.parallel.data.fully_shard import get_fsdp_modules
 from lightning_fsdp2.ranks.failures import list_names
+
+
+class UnreducedGradient(PlaceholderGradient):
+    """Placeholder in ``parameter.grad`` for a gradient that is not reduced over the ranks yet.
+
+    Without the placeholder, ``parameter.grad`` would be None, although the parameter has a gradient in one process.
+    """
+
+    __slots__ = ()
+
+    remedy: ClassVar[str] = (
+        "Use gradients in `on_before_optimizer_step`; or in `on_after_backward`, since a module or callback with this"
+        " hook makes every micro-batch reduce gradients; or set FSDP2Config(defer_fsdp_grad_sync=False), if there are"
+        " no replicas. In a plain loop, leave out `defer_grad_sync`."
+    )
+
+    @classmethod
+    def refuse(cls) -> NoReturn:
+        raise ValueError(
+            "A gradient was used in the middle of an accumulation window, but gradients are reduced over the ranks only"
+            f" in the last micro-batch. {cls.remedy}"
+        )
 
 
 @torch.no_grad()
@@ -237,7 +260,9 @@ def drop_deferred_gradients(model: nn.Module, parameters: Iterable[Tensor]) -> N
     """
     cleared = set(parameters)
     for module in get_fsdp_modules(model):
-        drop_unreduced_gradients(module, cleared)
+        for parameter in drop_unreduced_gradients(module, cleared):
+            if isinstance(parameter.grad, UnreducedGradient):
+                parameter.grad = None
 
 
 def extend_zero_grad(optimizer: Optimizer, clear: Callable[[], None]) -> None:

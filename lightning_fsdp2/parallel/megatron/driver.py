@@ -16,7 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fsdp2.compat.gradients import UnreducedGradient, count_gradient_hooks, has_gradient_hooks
+from lightning_fsdp2.compat.gradients import count_gradient_hooks, has_gradient_hooks
 from lightning_fsdp2.compat.megatron import (
     abandon_backward,
     get_gradient_buffer,
@@ -32,7 +32,7 @@ from lightning_fsdp2.compat.torch import (
     tree_leaves,
 )
 from lightning_fsdp2.modules.sharder import get_optional_sharder, set_sharder
-from lightning_fsdp2.parallel.data.gradients import extend_zero_grad
+from lightning_fsdp2.parallel.data.gradients import UnreducedGradient, extend_zero_grad
 from lightning_fsdp2.parallel.megatron.tensor_parallel import Lift
 from lightning_fsdp2.ranks.failures import list_names
 

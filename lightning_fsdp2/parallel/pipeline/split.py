@@ -204,10 +204,10 @@ def _get_parts(structure: ModelStructure, ranks: int) -> ModelParts:
     [parts] = structure.models
     if getattr(parts.module.config, "is_encoder_decoder", False):
         raise make_refusal(parts.module, "it is an encoder-decoder model, whose decoder needs the encoder's output")
-    if drop := find_layer_drop(parts.module):  # the trace does not see it, because it happens in training only
+    if layer_drop := find_layer_drop(parts.module):  # the trace does not see it, because it happens in training only
         raise make_refusal(
             parts.module,
-            f"it skips layers at random in training (layerdrop={drop[1]}), but a stage needs its first and its"
+            f"it skips layers at random in training (layerdrop={layer_drop[1]}), but a stage needs its first and its"
             " last layer; set layerdrop=0.0 in its config",
         )
     return parts

@@ -7,17 +7,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script
 from typing_extensions import override
 
 from lightning_fsdp2.compat.lightning import SubprocessScriptLauncher
-from lightning_fsdp2.ranks.failures import ExitOfAllRanks
+from lightning_fsdp2.ranks.failures import ExitOfAllRanks, describe_ranks
 from lightning_fsdp2.strategies.launch import end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ _LAUNCHED = "LIGHTNING_FSDP2_LAUNCHED"
 
 _SECONDS_AFTER_ERROR = 5.0
 """Number of seconds that a failed process waits for the ranks that it started. Its exit then ends these ranks."""
+
+_PAUSE_SECONDS = 0.05
 
 
 class RankLauncher(SubprocessScriptLauncher):
@@ -49,8 +53,14 @@ class RankLauncher(SubprocessScriptLauncher):
     has_failed: ClassVar[bool] = False
     """Whether the last Trainer run in this process ended with an error, even if the script caught the error.
 
-    A ``SystemExit`` on this rank alone counts as an error.
+    A ``SystemExit`` counts as an error if ranks that this process has started stay in the run.
     """
+
+    _started: ClassVar[Sequence[int]] = ()
+    """Ranks that this process has started."""
+
+    _runs: ClassVar[int] = 0
+    """Number of Trainer runs in this process, which is the same on all ranks."""
 
     _has_killed = False
 
@@ -73,24 +83,40 @@ class RankLauncher(SubprocessScriptLauncher):
         finally:
             module.subprocess = subprocess
         RankLauncher.has_started = True
-        for local_rank, process in enumerate(self.procs, start=1):
-            rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
+        first = self.cluster_environment.node_rank() * self.num_processes
+        RankLauncher._started = range(first + 1, first + self.num_processes)
+        for rank, process in zip(RankLauncher._started, self.procs, strict=True):
             # a daemon, so that it does not keep this process from ending
             threading.Thread(target=self._report_end, args=(rank, process), daemon=True).start()
         atexit.register(self._wait_for_ranks)
 
     @classmethod
+    def note_start(cls) -> None:
+        """Note that a Trainer run begins in this process."""
+        cls.has_failed = False
+        cls._runs += 1
+
+    @classmethod
     def note_end(cls, exception: BaseException) -> None:
         """Note how a Trainer run ended in this process.
 
-        If only this rank has left by ``SystemExit``, the other ranks wait for it in a collective, as after an error.
+        All ranks may leave a run by ``SystemExit``, such as at a time limit. A rank that stays in the run waits for
+        this one in a collective, as after an error. The exit code then tells that the run has failed.
         """
         cls.has_failed = not isinstance(exception, ExitOfAllRanks)
-        if cls.has_failed and cls.has_started and isinstance(exception, SystemExit):
+        if not (cls.has_failed and isinstance(exception, SystemExit) and is_of_launcher()):
+            return
+        staying = _leave(cls._started, cls._runs)
+        cls.has_failed = bool(staying)
+        if staying:
+            code, exception.code = exception.code, exception.code or 1
             logger.warning(
-                "This process leaves the run by SystemExit(%s). The ranks that it has started have %g seconds to end.",
-                exception.code,
+                "This process leaves the run by SystemExit(%s), but these ranks do not: %s. They wait for it in a"
+                " collective. They have %g seconds to end, and the exit code is %s.",
+                code,
+                describe_ranks(staying),
                 _SECONDS_AFTER_ERROR,
+                exception.code,
             )
 
     @override
@@ -115,6 +141,28 @@ class RankLauncher(SubprocessScriptLauncher):
 def is_of_launcher() -> bool:
     """Return whether a :class:`RankLauncher` started this process, or whether this process used one to start others."""
     return RankLauncher.has_started or _LAUNCHED in os.environ
+
+
+def _leave(started: Sequence[int], run: int) -> list[int]:
+    """Say that this rank leaves the run, and return the ranks of ``started`` that stay in it.
+
+    These ranks have some seconds to leave the run too. If they cannot be asked, return all of them.
+
+    Args:
+        started: Ranks that this process has started.
+        run: Number of the run in this process. It is the same on all ranks.
+    """
+    staying = [*started]
+    if not dist.is_initialized():
+        return staying
+    store: Any = cast(Any, dist.group.WORLD).get_group_store()
+    deadline = time.monotonic() + _SECONDS_AFTER_ERROR
+    with suppress(RuntimeError):  # the process that has the store is gone
+        store.set(f"rank {dist.get_rank()} has left run {run}", "")
+        while staying and time.monotonic() < deadline:
+            staying = [rank for rank in staying if not store.check([f"rank {rank} has left run {run}"])]
+            time.sleep(_PAUSE_SECONDS if staying else 0)
+    return staying
 
 
 def _start(command: list[str], *, env: dict[str, str], cwd: str | None) -> "subprocess.Popen[bytes]":

@@ -33,6 +33,7 @@ def init_process_group(
     backend: str | None,
     device: torch.device,
     *,
+    num_processes: int,
     bind_device_id: bool = False,
     timeout: timedelta,
     rendezvous_timeout: timedelta,
@@ -46,6 +47,7 @@ def init_process_group(
         environment: Cluster environment, which knows the rank of this process.
         backend: Backend of the group. None chooses a backend for ``device``, or accepts an existing group's backend.
         device: Device of this rank.
+        num_processes: Number of processes on this node.
         bind_device_id: Whether the group is bound to ``device``.
         timeout: Timeout of the group's collectives.
         rendezvous_timeout: How long to wait for the other ranks.
@@ -82,6 +84,7 @@ def init_process_group(
             environment.main_port,
             rank,
             world_size,
+            on_one_node=world_size == num_processes,
             timeout=rendezvous_timeout,
             run={"the backend": backend, **_get_versions()},
         )

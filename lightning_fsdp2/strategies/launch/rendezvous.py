@@ -28,6 +28,12 @@ _AGENT_TIMEOUT = timedelta(seconds=15)
 _GRACE_SECONDS = 5.0
 """Number of seconds that a rank waits for torch's own error once the time is up."""
 
+_ATTEMPT_SECONDS = 5.0
+"""Number of seconds after which a rank tries once more to reach the port, because a packet may have been lost."""
+
+_LONGEST_PAUSE = 1.0
+"""Longest number of seconds that a rank pauses while nothing listens at the port."""
+
 _met = set[tuple[str, int]]()
 """Addresses and ports of stores at which this process has met all ranks. It may meet them there again."""
 
@@ -43,7 +49,16 @@ _CAME, _NUMBER, _ALL_CAME, _ALL_KNOW = "ranks that came", "number of ranks that 
 _LOST = "ranks that lost contact"
 
 
-def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timedelta, run: Mapping[str, str]) -> Store:
+def meet(
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    *,
+    on_one_node: bool,
+    timeout: timedelta,
+    run: Mapping[str, str],
+) -> Store:
     """Wait until every rank has reached the store at ``address:port``, and return the store.
 
     Args:
@@ -51,6 +66,7 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
         port: Port of the store.
         rank: This process's rank.
         world_size: Number of ranks to wait for.
+        on_one_node: Whether all ranks are on this host.
         timeout: How long to wait for the other ranks.
         run: Values, by name, that must be the same on all ranks.
 
@@ -62,9 +78,15 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
             names the differences and the ranks. Also when the store belongs to another run.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank == 0 and not is_agents
     store_timeout = min(timeout, _AGENT_TIMEOUT) if is_agents else timeout
+    waited = f"rendezvous_timeout={timeout}" if store_timeout == timeout else f"{store_timeout}"
     try:
-        server = _connect(address, port, rank, world_size, is_master=rank == 0 and not is_agents, timeout=store_timeout)
+        server = _connect(
+            address, port, world_size, is_master=is_master, on_one_node=on_one_node, timeout=store_timeout
+        )
+        if server is None:
+            _refuse_port_of_others(address, port, rank, waited)
         # torchrun may keep its store when it restarts the ranks, so each restart uses a different prefix for its keys.
         # When a host rejoins the run, its torchrun agent may count restarts differently. The ranks of this host would
         # then use a different prefix, and never meet the other ranks. To let hosts rejoin a run, turn torchrun's store
@@ -81,7 +103,6 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
                 f"Port {port} is taken on {platform.node()} by another process; set MASTER_PORT to a free one."
             ) from error
         holder = "torchrun's agent" if is_agents else "rank 0"
-        waited = f"rendezvous_timeout={timeout}" if store_timeout == timeout else f"{store_timeout}"
         raise TimeoutError(
             f"Rank {rank} ({platform.node()}) could not reach the store of {holder} at {address}:{port} within"
             f" {waited}: {str(error).splitlines()[0]} Check that {holder} has started and still runs, that"
@@ -109,8 +130,10 @@ def meet(address: str, port: int, rank: int, world_size: int, *, timeout: timede
     return store
 
 
-def _connect(address: str, port: int, rank: int, world_size: int, *, is_master: bool, timeout: timedelta) -> TCPStore:
-    """Start or reach the store, for at most ``timeout``.
+def _connect(
+    address: str, port: int, world_size: int, *, is_master: bool, on_one_node: bool, timeout: timedelta
+) -> TCPStore | None:
+    """Start or reach the store, for at most ``timeout``. Return None if what listens at the port does not answer.
 
     If another program holds the port, it may accept a connection and never answer. torch would wait for its answer
     without a limit, so a thread waits instead.
@@ -121,22 +144,47 @@ def _connect(address: str, port: int, rank: int, world_size: int, *, is_master: 
         try:
             # if the store itself waited for the ranks, it would not say which ranks are missing
             options: dict[str, Any] = {"is_master": is_master, "wait_for_workers": False, "multi_tenant": True}
-            if is_master:
+            if is_master and on_one_node:
                 options["master_listen_fd"] = _listen_on_loopback(address, port)
             outcome.set_result(TCPStore(address, port, world_size, timeout=timeout, **options))
         except BaseException as error:
             outcome.set_exception(error)
 
+    deadline = time.monotonic() + timeout.total_seconds()
+    if not is_master:
+        _wait_for_listener(address, port, deadline)
     threading.Thread(target=connect, daemon=True).start()
-    # the store has the same timeout, and says more about a host that it does not reach
-    done, _ = wait([outcome], timeout.total_seconds() + _GRACE_SECONDS)
-    if not done:
-        raise TimeoutError(
-            f"Rank {rank} ({platform.node()}) reached {address}:{port} within rendezvous_timeout={timeout}, but what"
-            f" listens there does not answer like a store of torch. Port {port} is taken on {address} by another"
-            " process; set MASTER_PORT to a free one."
-        )
-    return outcome.result()
+    # the store has about the same timeout, and says more about a program that closes the connection
+    done, _ = wait([outcome], deadline - time.monotonic() + _GRACE_SECONDS)
+    return outcome.result() if done else None
+
+
+def _wait_for_listener(address: str, port: int, deadline: float) -> None:
+    """Wait until a program listens at the port.
+
+    torch would also wait, but for up to twice its timeout, and would at last try only once a minute.
+
+    Raises:
+        DistNetworkError: When nothing listens there at the time ``deadline``, or the address is unknown.
+    """
+    pause = 0.05
+    while True:
+        try:
+            socket.create_connection((address, port), _ATTEMPT_SECONDS).close()
+            return
+        except OSError as error:
+            if time.monotonic() + pause > deadline:
+                raise dist.DistNetworkError(f"{error}.") from error
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _refuse_port_of_others(address: str, port: int, rank: int, waited: str) -> NoReturn:
+    raise TimeoutError(
+        f"Rank {rank} ({platform.node()}) reached {address}:{port} within {waited}, but what listens there does not"
+        f" answer like a store of torch. Port {port} is taken on {address} by another process; set MASTER_PORT to a"
+        " free one."
+    )
 
 
 def _refuse_store_of_others(address: str, port: int, rank: int, world_size: int) -> NoReturn:
@@ -150,9 +198,10 @@ def _refuse_store_of_others(address: str, port: int, rank: int, world_size: int)
 def _listen_on_loopback(address: str, port: int) -> int | None:
     """Return a socket for the store of a run on one node, so that other hosts cannot reach the store.
 
-    By default, torch's store listens on all interfaces. Return None if ``address`` may be that of a network: a host's
-    name may stand for a loopback address on this host only. Also return None if the port is taken, perhaps by a store
-    of this process, which torch then uses again.
+    By default, torch's store listens on all interfaces. On several nodes, ``address`` may be a loopback address too:
+    Kubeflow gives ``localhost`` to rank 0 only. Return None if ``address`` may be that of a network: a host's name may
+    stand for a loopback address on this host only. Also return None if the port is taken, perhaps by a store of this
+    process, which torch then uses again.
     """
     if not _LOOPBACK.fullmatch(address):
         return None

@@ -71,41 +71,35 @@ def get_optional_evaluation_sampler(loader: Any) -> EvaluationSampler | None:
     return next((sampler for sampler in samplers if isinstance(sampler, EvaluationSampler)), None)
 
 
-class _SharedOrder:
-    """Base class, for a sampler, that draws its order from the random numbers that all ranks share.
+_END = object()
+
+_SAMPLERS_THAT_DRAW_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSamplerWrapper)
+
+_DRAWS_SHARED = "_lightning_fsdp2_draws_shared"
+"""Name of a class attribute of samplers that draw from the random numbers that all ranks share."""
+
+
+def _make_shared(kind: Any) -> type:
+    """Return a subclass of a sampler's class that draws its order from the random numbers that all ranks share.
 
     A rank's own numbers would give each rank another order, so that samples would be repeated and left out.
     """
 
-    __slots__ = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        draws_later = not _draws_at_start_only(self)
+    def iterate(self: Any) -> Iterator[Any]:
+        # those of torch draw nothing after their first sample, and each swap of random states takes time
+        drawing = type(self.sampler) if kind is BatchSampler else kind
+        draws_later = drawing not in _SAMPLERS_THAT_DRAW_AT_START
         with shared_random_numbers():
-            samples = super().__iter__()  # type: ignore[misc]
+            samples = kind.__iter__(self)
             sample = next(samples, _END)
         while sample is not _END:
             yield sample
             with shared_random_numbers() if draws_later else nullcontext():
                 sample = next(samples, _END)
 
-
-_END = object()
-
-_SAMPLERS_THAT_DRAW_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSamplerWrapper)
-
-
-def _draws_at_start_only(sampler: Any) -> bool:
-    """Return whether ``sampler`` draws nothing after its first sample, so that the states are swapped only once."""
-    kind = _get_original_class(sampler)
-    if kind is BatchSampler:
-        return _draws_at_start_only(sampler.sampler)
-    return kind in _SAMPLERS_THAT_DRAW_AT_START
-
-
-def _get_original_class(sampler: Any) -> type:
-    kind = type(sampler)
-    return kind.__bases__[1] if issubclass(kind, _SharedOrder) else kind
+    # without slots of its own, the subclass has the layout of `kind`, so that objects can change their class
+    members = {"__iter__": iterate, "__slots__": (), "__module__": kind.__module__, _DRAWS_SHARED: True}
+    return type(kind.__name__, (kind,), members)
 
 
 def draw_order_from_shared_numbers(loader: Any) -> None:
@@ -123,10 +117,10 @@ def draw_order_from_shared_numbers(loader: Any) -> None:
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     kind = type(sampler)
     drawing = type(sampler.sampler) if kind is BatchSampler else kind
-    if drawing in (SequentialSampler, DistributedSampler) or issubclass(kind, _SharedOrder):
+    if drawing in (SequentialSampler, DistributedSampler) or hasattr(kind, _DRAWS_SHARED):
         return
     try:
-        sampler.__class__ = type(kind.__name__, (_SharedOrder, kind), {"__slots__": (), "__module__": kind.__module__})
+        sampler.__class__ = _make_shared(kind)
     except TypeError as error:
         if not isinstance(sampler, Iterator):
             return  # lists and arrays draw nothing

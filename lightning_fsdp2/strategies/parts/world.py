@@ -68,12 +68,18 @@ class World:
         self.random_numbers = OwnRandomNumbers()
         self.control_group: dist.ProcessGroup | None = None
 
-    def start(self, config: DistributedConfig, environment: ClusterEnvironment, device: torch.device) -> None:
-        """Connect this rank to the other ranks, and create the process groups that need no mesh."""
+    def start(
+        self, config: DistributedConfig, environment: ClusterEnvironment, device: torch.device, num_processes: int
+    ) -> None:
+        """Connect this rank to the other ranks, and create the process groups that need no mesh.
+
+        ``num_processes`` is the number of processes on this node.
+        """
         init_process_group(
             environment,
             config.backend,
             device,
+            num_processes=num_processes,
             bind_device_id=config.bind_device_id,
             timeout=self.timeout,
             rendezvous_timeout=self._rendezvous_timeout,
@@ -152,6 +158,10 @@ class World:
         if self.pipeline_size == 1:
             return cast(Any, self.control_group)
         return get_stage_control(self.mesh)
+
+    def shorten_timeout(self, limit: timedelta) -> timedelta:
+        """Return ``limit``, or :attr:`timeout` if that is shorter, or longer than its default."""
+        return shorten_timeout(self.timeout, limit)
 
     def set_group_timeout(self, timeout: timedelta | None) -> None:
         """Change the timeout of collectives that start from now on. None restores the strategy's ``timeout``.

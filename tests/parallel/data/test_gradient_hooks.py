@@ -1,36 +1,115 @@
-"""Hooks on the gradients of sharded parameters that are on some ranks only, in a plain torch loop."""
+"""Hooks and unreduced gradients of FSDP2 units in a plain torch loop, against one process."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.oracle import whole
 from helpers.ranks import raises_on_all_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh, defer_grad_sync
 from lightning_fsdp2.parallel.data import gradient_hooks
+from lightning_fsdp2.parallel.data.gradients import UnreducedGradient
 from lightning_fsdp2.parallelizer import apply_fsdp_sharding_recursively
 
-WIDTH = 4
+WIDTH, RANKS = 4, 2
 
 
 class Model(nn.Module):
+    """Calls a layer twice, and leaves one out."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        first, second = self.layers
-        return second(torch.tanh(first(inputs))).square().mean()
+        first, second, _ = self.layers
+        return second(torch.tanh(first(torch.tanh(first(inputs))))).square().mean()
+
+
+def normalize(gradient: Tensor) -> Tensor:
+    return gradient / (gradient.norm() + 0.1)
+
+
+def make_inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: nn.Module, compute_loss: Callable[[int], Tensor], defer: Callable[[], Any]) -> dict[str, Tensor]:
+    """Run three backwards, of which the first two may be deferred, and return the gradients."""
+    seen: list[str] = []
+    first, second, unused = model.layers
+    first.weight.register_hook(normalize)
+    handle = first.bias.register_hook(lambda gradient: seen.append("removed"))
+    handle.remove()
+    second.weight.register_hook(lambda gradient: seen.append("hook"))
+    second.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("added"))
+    unused.weight.register_hook(lambda gradient: seen.append("unused"))
+    for step in range(3):
+        with nullcontext() if step == 2 else defer():
+            compute_loss(step).backward()
+    assert seen == ["hook", "added"] * 3
+    return whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def make_sharded_model(**sizes: int) -> nn.Module:
     config = FSDP2Config(mp_policy=MixedPrecisionPolicy())
     return FSDP2Manager(config, create_device_mesh(config, device_type="cpu", **sizes)).parallelize(Model())
+
+
+@pytest.mark.parametrize(("sizes", "reduce_scatter"), [({}, False), ({"dp_replicate_size": 2}, True)])
+def test_hooks_run_once_in_a_backward_however_often_a_layer_is_called(
+    sizes: dict[str, int], reduce_scatter: bool
+) -> None:
+    alone = Model()
+    expected = train(
+        alone, lambda step: alone(torch.cat([make_inputs(step, rank) for rank in range(RANKS)])), nullcontext
+    )
+
+    def run() -> None:
+        model = make_sharded_model(**sizes)
+        gradients = train(
+            model,
+            lambda step: model(make_inputs(step, dist.get_rank())),
+            lambda: defer_grad_sync(model, reduce_scatter=reduce_scatter),
+        )
+        torch.testing.assert_close(gradients, expected)
+
+    run_ranks(run, RANKS)
+
+
+@pytest.mark.parametrize(("sizes", "reduce_scatter"), [({}, False), ({"dp_replicate_size": 2}, True)])
+def test_deferred_gradients_have_a_placeholder_until_they_are_reduced(
+    sizes: dict[str, int], reduce_scatter: bool
+) -> None:
+    def run() -> None:
+        model = make_sharded_model(**sizes)
+        with defer_grad_sync(model, reduce_scatter=reduce_scatter):
+            model(make_inputs(0, dist.get_rank())).backward()
+        first, second, unused = (layer.weight.grad for layer in model.layers)
+        assert unused is None
+        assert type(first) is type(second) is UnreducedGradient
+        assert (first.shape, first.dtype, first.device.type) == ((WIDTH, WIDTH), torch.float32, "cpu")
+        for use in (torch.norm, Tensor.neg_, DTensor.to_local, DTensor.full_tensor, repr, lambda g: 2 * g):
+            with pytest.raises(ValueError, match="In a plain loop, leave out `defer_grad_sync`"):
+                use(first)
+        with pytest.raises(ValueError, match="accumulation window"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model(make_inputs(1, dist.get_rank())).backward()
+        assert type(model.layers[0].weight.grad) is DTensor
+
+    run_ranks(run, RANKS)
+
+
+# ---------------------------------------------------------------------- hooks on some ranks only
 
 
 def make_model_of_sharded_layers() -> nn.Module:
@@ -41,8 +120,8 @@ def make_model_of_sharded_layers() -> nn.Module:
 
 def step(model: nn.Module) -> None:
     with defer_grad_sync(model):
-        model(torch.ones(2, WIDTH)).backward()
-    model(torch.ones(2, WIDTH)).backward()
+        model(make_inputs(0, dist.get_rank())).backward()
+    model(make_inputs(1, dist.get_rank())).backward()
     model.zero_grad()
 
 
@@ -68,9 +147,10 @@ def test_hooks_on_one_rank_are_refused_on_all_ranks(make: Callable[[], nn.Module
         run_ranks(run, world)
 
 
-def test_hooks_on_other_parameters_on_each_rank_are_all_named() -> None:
+@pytest.mark.parametrize("make", [make_sharded_model, make_model_of_sharded_layers])
+def test_hooks_on_other_parameters_on_each_rank_are_all_named(make: Callable[[], nn.Module]) -> None:
     def run() -> None:
-        model = make_sharded_model()
+        model = make()
         model.layers[dist.get_rank()].weight.register_post_accumulate_grad_hook(Tensor.detach)
         step(model)
 

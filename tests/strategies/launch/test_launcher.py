@@ -12,8 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from helpers.ranks import RankError, run_ranks
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script
@@ -115,6 +117,7 @@ def test_after_an_error_a_rank_is_waited_for_briefly(tmp_path: Path, monkeypatch
     [
         (SystemExit(3), True, True),
         (SystemExit(0), True, True),
+        (SystemExit(), True, True),
         (ExitOfAllRanks(143), False, False),
         (KeyboardInterrupt(), True, False),
         (ValueError(), True, False),
@@ -130,9 +133,40 @@ def test_only_an_exit_of_all_ranks_is_no_failure(
 ) -> None:
     monkeypatch.setattr(RankLauncher, "has_started", True)
     monkeypatch.setattr(RankLauncher, "has_failed", None)
+    monkeypatch.setattr(RankLauncher, "_started", [1])  # which cannot be asked without a process group
     RankLauncher.note_end(exception)
+    assert not is_told or exception.code  # type: ignore[attr-defined]
     assert RankLauncher.has_failed is has_failed
     assert ("leaves the run by SystemExit" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize(
+    ("leaving", "staying"), [({0, 1, 2}, ""), ({0}, "1-2"), ({0, 2}, "1")], ids=["all", "alone", "some"]
+)
+def test_ranks_that_leave_the_run_together_are_no_failure(
+    leaving: set[int], staying: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run before this one, which all have left, changes nothing."""
+    monkeypatch.setattr(launcher, "_SECONDS_AFTER_ERROR", 1.0)
+
+    def run() -> tuple[bool, Any]:
+        rank = dist.get_rank()
+        if rank == 0:
+            RankLauncher.has_started, RankLauncher._started = True, [1, 2]
+        else:
+            os.environ["LIGHTNING_FSDP2_LAUNCHED"] = "1"
+        for ranks in ({0, 1, 2}, leaving):
+            dist.barrier()
+            RankLauncher.note_start()
+            time.sleep(0.1 * rank)
+            end = SystemExit(0)
+            if rank in ranks:
+                RankLauncher.note_end(end)
+        dist.barrier()  # rank 0 has the store
+        assert rank or not staying or f"but these ranks do not: {staying}." in caplog.text
+        return RankLauncher.has_failed, end.code
+
+    assert run_ranks(run, 3) == [(bool(staying), 1 if staying else 0), (False, 0), (False, 0)]
 
 
 def test_a_rank_that_was_killed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from helpers.ranks import raises_on_all_ranks, run_ranks
 from helpers.strategies import STRATEGIES, Kind, fast_under
 from helpers.user_modules import Regressor, make_batches, make_loader, make_trainer
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
@@ -87,6 +88,61 @@ def test_a_rank_0_that_does_not_come_is_named() -> None:
     assert "Check that rank 0 has started and still runs, that MASTER_ADDR is its address" in message
 
 
+def test_a_rank_0_that_does_not_come_is_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some seconds, torch's pauses between its attempts are longer than the time that is left."""
+    monkeypatch.setattr(peers, "TCPStore", lambda *args, **options: time.sleep(60))
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 0.1)
+
+    def run() -> str:
+        port = int(os.environ["MASTER_PORT"])
+        with pytest.raises(TimeoutError) as error:
+            peers.meet("127.0.0.1", port, 1, 2, on_one_node=True, timeout=timedelta(seconds=0.5), run={})
+        return str(error.value)
+
+    [message] = run_ranks(run, 1, group=False)
+    assert message.startswith("Rank 1 (a) could not reach the store of rank 0 at 127.0.0.1:")
+    assert "within rendezvous_timeout=0:00:00.500000: [Errno 111] Connection refused. Check that rank 0" in message
+
+
+def test_an_unknown_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*args: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(dist.DistNetworkError, match="Name or service not known"):
+        peers._wait_for_listener("node-0", 1, time.monotonic())
+
+
+def test_a_rank_0_that_comes_late_is_met() -> None:
+    def run() -> float:
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        time.sleep(3 * (rank == 0))
+        start = time.monotonic()
+        store = peers.meet("127.0.0.1", port, rank, 2, on_one_node=True, timeout=timedelta(seconds=20), run={})
+        seconds = time.monotonic() - start
+        if rank == 1:
+            store.set("has met", "")
+        else:
+            store.wait(["has met"])  # rank 0 has the store
+        return seconds
+
+    assert run_ranks(run, 2, group=False)[0] < 2, "the other one looks often"
+
+
+def test_the_wait_for_an_agent_is_not_called_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_AGENT_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 0.1)
+
+    def run() -> None:
+        port = int(os.environ["MASTER_PORT"])
+        Listener(port, say_nothing)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        with pytest.raises(TimeoutError, match=r"reached 127\.0\.0\.1:\d+ within 0:00:00\.500000, but what listens"):
+            peers.meet("127.0.0.1", port, 0, 2, on_one_node=True, timeout=timedelta(minutes=10), run={})
+
+    run_ranks(run, 1, group=False)
+
+
 def test_an_agent_of_torchrun_that_has_ended_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that still imported torch then would hold their devices for all of rendezvous_timeout."""
     monkeypatch.setattr(peers, "_AGENT_TIMEOUT", timedelta(seconds=1))
@@ -131,7 +187,7 @@ def test_rank_0_whose_store_it_is_waits_until_all_know_the_error(monkeypatch: py
 
     def run() -> None:
         rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-        peers.meet("127.0.0.1", port, rank, 2, timeout=timedelta(seconds=20), run={"lr": f"0.{rank}"})
+        peers.meet("127.0.0.1", port, rank, 2, on_one_node=True, timeout=timedelta(seconds=20), run={"lr": f"0.{rank}"})
 
     with raises_on_all_ranks(ValueError, match=r"lr is 0\.0 on rank 0 \(\w+\) and 0\.1 on rank 1"):
         run_ranks(run, 2, group=False)
@@ -144,17 +200,31 @@ def test_the_store_of_one_node_listens_on_the_loopback_only(address: str) -> Non
 
     def run() -> list[bool]:
         rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-        store = peers.meet(address, port, rank, 2, timeout=timedelta(seconds=20), run={})
+        store = peers.meet(address, port, rank, 2, on_one_node=True, timeout=timedelta(seconds=20), run={})
         found = []
         for host in ("127.0.0.1", "127.0.0.2"):
             with socket.socket() as client:
                 found.append(client.connect_ex((host, port)) == 0)
         if rank == 1:
             store.set("checked", "")
-        store.wait(["checked"])  # rank 0 has the store
+        else:
+            store.wait(["checked"])  # rank 0 has the store
         return found
 
     assert run_ranks(run, 2, group=False) == [[True, False]] * 2
+
+
+def test_kubeflow_gives_localhost_to_the_first_of_several_nodes() -> None:
+    """The others get its name in the network, for which another address of this host stands here."""
+
+    def run() -> int:
+        os.environ["MASTER_ADDR"] = "localhost" if os.environ["RANK"] == "0" else "127.0.0.2"
+        strategy = FSDP2Strategy(rendezvous_timeout=timedelta(seconds=20))
+        trainer = make_trainer(strategy, devices=1, num_nodes=2, plugins=[KubeflowEnvironment()], max_steps=1)
+        trainer.fit(Regressor(), DataLoader(make_batches(2), batch_size=None))
+        return trainer.global_step
+
+    assert run_ranks(run, 2, group=False) == [1, 1]
 
 
 @pytest.mark.parametrize("address", ["node-1", "10.0.0.1", "127.example.org", "localhost.example.org"])
@@ -168,7 +238,9 @@ def test_a_process_meets_twice_at_the_same_port() -> None:
         stores = []
         for attempt in ("0", "1"):
             os.environ.update(TORCHELASTIC_RESTART_COUNT=attempt)
-            stores.append(peers.meet("127.0.0.1", port, rank, 1, timeout=timedelta(seconds=20), run={}))
+            stores.append(
+                peers.meet("127.0.0.1", port, rank, 1, on_one_node=True, timeout=timedelta(seconds=20), run={})
+            )
             stores[-1].set("key", attempt)
         return [store.get("key") for store in stores]
 
@@ -227,7 +299,8 @@ def test_a_port_that_is_taken_is_named_by_all_ranks(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 cannot listen there; the others reach the other program, and torch would wait for what it never says."""
-    monkeypatch.setattr(peers, "_GRACE_SECONDS", 1.0)
+    # torch pauses for up to 1.7 seconds between its attempts, and then tells what it saw
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 5.0 if answer is hang_up else 1.0)
     seconds = 1.0
 
     def run() -> str:
@@ -269,7 +342,7 @@ def test_a_port_that_another_run_has_is_named() -> None:
 
     def run() -> None:
         rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-        options: dict[str, Any] = {"timeout": timedelta(seconds=20), "run": {}}
+        options: dict[str, Any] = {"on_one_node": True, "timeout": timedelta(seconds=20), "run": {}}
         store = peers.meet("127.0.0.1", port, min(rank, 1), 2, **options) if rank < 2 else None
         if store is not None:
             store.set(f"{rank} has met", "")
