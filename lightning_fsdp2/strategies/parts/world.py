@@ -175,10 +175,6 @@ class World:
         for group in (dist.group.WORLD, self.control_group, *get_groups(self.mesh)):
             set_group_timeout(group, timeout)
 
-    def shorten_timeout(self, limit: timedelta) -> timedelta:
-        """Return ``limit``, or :attr:`timeout` if that is shorter, or longer than its default."""
-        return shorten_timeout(self.timeout, limit)
-
     # ------------------------------------------------------------------ collectives
 
     def wait(self) -> None:
