@@ -86,10 +86,13 @@ class Keeping(nn.Module):
 @pytest.mark.guarantees("kept-parameters")
 def test_parameters_kept_elsewhere_are_replaced_with_those_of_the_module() -> None:
     def run() -> None:
-        model = parallelize(Keeping(lambda p: {name: keep(p) for name, (keep, _) in PLACES.items()}))
+        module = Keeping(lambda p: None)
+        for name, (keep, _) in PLACES.items():
+            setattr(module, name, keep(module.layers[0].weight))
+        model = parallelize(module)
         weight = model.layers[0].weight
         for name, (_, read) in PLACES.items():
-            found = read(model.kept[name])
+            found = read(getattr(model, name))
             assert (id(weight) in found) if isinstance(found, set) else found is weight, name
 
     run_ranks(run, 2)
