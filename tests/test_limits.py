@@ -38,6 +38,20 @@ def test_a_shared_fixture_is_checked_by_itself(
     assert result.failures == failures
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("uses", "failures"), [("0.3, 0.1", 0), ("0.3, 0.3", 1)])
+def test_it_is_repeated_once_before_it_fails(
+    uses: str, failures: int, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    """What a test uses depends on the machine too. A fixture that it shares is set up again."""
+    spin = SPIN.replace("0.3", "next(uses)")
+    fixture = f"\nuses = iter([{uses}])\n@pytest.fixture(scope='module')\ndef shared():\n    {spin}\n"
+    mark = f"{fixture}@pytest.mark.usefixtures('shared')" if shared else f"\nuses = iter([{uses}])"
+    options = ["-p", "pytest_rerunfailures", *(o for o in pytestconfig.getini("addopts") if "rerun" in o)]
+    result = run_test(mark, "pass" if shared else spin, tmp_path, monkeypatch, options=options)
+    assert (result.failures, result.repetitions) == (failures, 1)
+
+
 def test_a_slow_machine_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_test("", SPIN, tmp_path, monkeypatch, slowness=100.0).failures == 0
 
@@ -64,12 +78,13 @@ def test_a_test_whose_lines_are_traced_or_broken_has_all_time(tmp_path: Path, mo
 
 
 class Result:
-    """A pytest plugin that counts calls and failures."""
+    """A pytest plugin that counts calls, failures and repetitions."""
 
-    calls = failures = 0
+    calls = failures = repetitions = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.calls += report.when == "call"
+        self.repetitions += report.outcome == "rerun"
         if report.failed:
             assert report.when != "call"
             assert "a test may use 0.2, unless it is marked slow" in report.longreprtext
@@ -83,6 +98,7 @@ def run_test(
     monkeypatch: pytest.MonkeyPatch,
     slowness: float = 1.0,
     plugins: Sequence[object] = (),
+    options: Sequence[str] = (),
 ) -> Result:
     monkeypatch.setattr(limits, "LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(limits, "measure_slowness", lambda: slowness)
@@ -90,8 +106,8 @@ def run_test(
     path.write_text(f"import pytest, subprocess, sys, time\n{mark}\ndef test_it():\n    {body}")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: .\n    release: .\n")
     result = Result()
+    common = ["-q", "-p", "no:cacheprovider", "--disable-plugin-autoload"]
     gc.freeze()  # a collection of all that this process has imported would count
-    options = ["-q", "-p", "no:cacheprovider"]
-    pytest.main([str(path), *options], plugins=[limits, result, *plugins])
-    assert result.calls == 1 or result.failures == 1
+    pytest.main([str(path), *common, *options], plugins=[limits, result, *plugins])
+    assert result.calls == 1 or result.failures == 1 or result.repetitions == 1
     return result

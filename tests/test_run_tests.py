@@ -147,8 +147,8 @@ def test_what_native_code_crashed_is_repeated_once_with_new_fixtures_and_is_repo
     )
     write(repository, {"tests/test_crash.py": crash.format(2) + make_test(repository, "other")})
     assert run(repository) == (0, ["crash", "crash", "other"])
-    assert "repeated after a crash of native code: tests/test_crash.py::test_crash\n" in capfd.readouterr().out
-    repeated = (repository / "docs/test-all.md").read_text().partition("## Repeated after a crash of native code")[2]
+    assert "repeated: tests/test_crash.py::test_crash\n" in capfd.readouterr().out
+    repeated = (repository / "docs/test-all.md").read_text().partition("## Repeated\n")[2]
     assert repeated.split() == ["-", "`tests/test_crash.py::test_crash`"]
     write(repository, {"tests/test_crash.py": crash.format(9)})
     assert run(repository) == (1, ["crash", "crash"])

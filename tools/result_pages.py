@@ -130,6 +130,6 @@ def describe_failures(ledgers: Iterable[FileLedger], kinds: Iterable[str]) -> li
 
 
 def describe_repetitions(ledgers: Iterable[FileLedger]) -> list[str]:
-    """Return the list of tests that were repeated after a crash of native code with its heading, or nothing."""
+    """Return a list of the tests that were repeated once (see ``pyproject.toml``) with its heading, or nothing."""
     names = [name for ledger in ledgers for name, result in ledger.tests.items() if result.get("tried_again")]
-    return ["", "## Repeated after a crash of native code", "", *(f"- `{name}`" for name in names)] if names else []
+    return ["", "## Repeated", "", *(f"- `{name}`" for name in names)] if names else []

@@ -134,7 +134,7 @@ def conclude(ledgers: Sequence[FileLedger], kinds: Sequence[str], seconds: float
     for ledger in ledgers:
         print(*(f"failed: {test}\n" for test in ledger.list_failed(kinds)), sep="", end="")
         repeated = (name for name, result in ledger.select(kinds).items() if result.get("tried_again"))
-        print(*(f"repeated after a crash of native code: {test}\n" for test in repeated), sep="", end="")
+        print(*(f"repeated: {test}\n" for test in repeated), sep="", end="")
     counts = Counter(result["outcome"] for ledger in ledgers for result in ledger.select(kinds).values())
     print(f"{seconds:.0f} s")
     print(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))

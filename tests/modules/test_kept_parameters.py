@@ -86,9 +86,13 @@ class Keeping(nn.Module):
 @pytest.mark.guarantees("kept-parameters")
 def test_parameters_kept_elsewhere_are_replaced_with_those_of_the_module() -> None:
     def run() -> None:
-        for name, (keep, read) in PLACES.items():
-            model = parallelize(Keeping(keep))
-            weight, found = model.layers[0].weight, read(model.kept)
+        module = Keeping(lambda p: None)
+        for name, (keep, _) in PLACES.items():
+            setattr(module, name, keep(module.layers[0].weight))
+        model = parallelize(module)
+        weight = model.layers[0].weight
+        for name, (_, read) in PLACES.items():
+            found = read(getattr(model, name))
             assert (id(weight) in found) if isinstance(found, set) else found is weight, name
 
     run_ranks(run, 2)
@@ -97,11 +101,11 @@ def test_parameters_kept_elsewhere_are_replaced_with_those_of_the_module() -> No
 @pytest.mark.guarantees("kept-parameters")
 def test_objects_that_keep_two_parameters_get_both() -> None:
     def run() -> None:
-        for name, (keep, read) in TWO_PLACES.items():
-            module = nn.Sequential(nn.Linear(4, 4))
-            module.kept = keep(module[0].weight, module[0].bias)
-            model = parallelize(module)
-            assert [*map(id, read(model.kept))] == [id(model[0].weight), id(model[0].bias)], name
+        module = nn.Sequential(nn.Linear(4, 4))
+        module.kept = {name: keep(module[0].weight, module[0].bias) for name, (keep, _) in TWO_PLACES.items()}
+        model = parallelize(module)
+        for name, (_, read) in TWO_PLACES.items():
+            assert [*map(id, read(model.kept[name]))] == [id(model[0].weight), id(model[0].bias)], name
 
     run_ranks(run, 2)
 

@@ -97,6 +97,7 @@ def test_all_ranks_have_the_rate_of_the_mean(strategy: Any, kind: Any, warns: bo
     assert run_ranks(run, 2) == [(pytest.approx(expected), int(warns)), (pytest.approx(expected), 0)]
 
 
+@pytest.mark.filterwarnings("ignore:A learning rate scheduler monitors")
 def test_the_scheduler_of_a_manual_module_can_be_changed() -> None:
     class Own(ReduceLROnPlateau):
         def calm(self) -> None:
