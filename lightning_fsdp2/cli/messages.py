@@ -204,7 +204,10 @@ def _is_of_package(kind: type) -> bool:
 
 
 def _get_path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__name__}"
+    """Return the shortest path by which a config can name a class."""
+    package = kind.__module__.partition(".")[0]
+    is_exported = getattr(sys.modules[package], kind.__name__, None) is kind
+    return f"{package if is_exported else kind.__module__}.{kind.__name__}"
 
 
 def _walk_subclasses(kind: type) -> Iterator[type]:

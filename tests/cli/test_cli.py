@@ -197,6 +197,11 @@ def strategy(config: dict[str, Any], **init_args: Any) -> dict[str, Any]:
 TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapping for a config or policy)"
 
 
+STRATEGIES = (
+    " (such as lightning_fsdp2.DDPStrategy, lightning_fsdp2.FSDP2Strategy, lightning_fsdp2.MegatronFSDPStrategy)"
+)
+
+
 @pytest.mark.parametrize(
     ("strategy", "line"),
     [
@@ -238,11 +243,11 @@ TARGET_HINT = "(_target_ is an earlier spelling: use class_path, or a plain mapp
         ),
         (
             {"class_path": "fsd2"},
-            "trainer.strategy=fsd2 must be the class path of a Strategy; did you mean 'fsdp2'?",
+            f"trainer.strategy=fsd2 must be the class path of a Strategy{STRATEGIES}; did you mean 'fsdp2'?",
         ),
         (
             {"class_path": "FSDP2Strateg"},
-            "trainer.strategy=FSDP2Strateg must be the class path of a Strategy; did you mean"
+            f"trainer.strategy=FSDP2Strateg must be the class path of a Strategy{STRATEGIES}; did you mean"
             " 'lightning_fsdp2.FSDP2Strategy'?",
         ),
         ("megatron", "trainer.strategy: there is no strategy 'megatron'; did you mean 'megatron_fsdp'?"),
