@@ -144,11 +144,16 @@ DIFFERENCES = (
         "nothing waits for their gradients",
     ),
     Difference(
-        "weights that are used without calling their module: `F.linear(x, self.layer.weight)`, a penalty on"
-        " `self.parameters()`",
+        "weights that are used without calling their module: `F.linear(x, self.layer.weight)`",
         "work",
-        "under FSDP2 an error that says what to do instead; for a penalty, use the optimizer's `weight_decay`",
+        "under FSDP2 an error that says what to do instead",
         "weights are whole only in the forward of their module",
+    ),
+    Difference(
+        "a penalty on `self.parameters()`, added to the loss",
+        "works",
+        "works under FSDP2, except over pipeline stages; under Megatron-FSDP, use the optimizer's `weight_decay`",
+        "FSDP2 computes the penalty of the whole weights from the shards",
     ),
     Difference(
         "`self.load_state_dict(...)` with whole tensors in `on_fit_start` or later",
@@ -189,7 +194,8 @@ DIFFERENCES = (
     Difference(
         "`p.grad.norm().item()`, `float(...)`, `if torch.isnan(p.grad).any()` on one rank only",
         "the value on this rank",
-        "under FSDP2 an error that names the line, after five minutes at most; on all ranks, the value of one process",
+        "under FSDP2 an error that names the line, after half of `timeout` at most; on all ranks, the value of one"
+        " process",
         "each rank holds a part, so all of them must read",
     ),
     Difference(

@@ -8,14 +8,14 @@ stays the same on all of them, and so do copies of a tensor. They draw without c
 on values, such as the probabilities of ``torch.bernoulli``.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp2.compat.dtensor import compute_as_dtensor, has_values, set_handler
+from lightning_fsdp2.compat.dtensor import compute_as_dtensor, has_random_tracker, has_values, set_handler
 from lightning_fsdp2.compat.torch import get_schema, get_shard, tree_leaves, tree_map_only
 from lightning_fsdp2.ranks.own_random import shared_random_numbers
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, gather
@@ -62,6 +62,9 @@ def _draw_by_shape(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     like, *rest = args
     if not _can_draw(like):
         return compute_as_dtensor(operation, args, kwargs)
+    if has_random_tracker(like.device_mesh) and all(placement.is_replicate() for placement in like.placements):
+        with _use_state(like, kwargs):
+            return compute_as_dtensor(operation, args, kwargs)
     whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=get_shard(like).device)
     return _keep_part(operation, like, _draw(operation, like, whole, *rest, **kwargs))
 
@@ -75,9 +78,12 @@ def _draw_by_values(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _drop(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Drop the elements that one process would drop; see ``torch.nn.functional.dropout``."""
+    """Drop the elements that one process would drop; see ``torch.nn.functional.dropout``.
+
+    Activations are large, so torch drops elements of theirs, unless it would draw the same numbers for all shards.
+    """
     tensor, *rest = args
-    if not _can_draw(tensor):
+    if not _can_draw(tensor) or (_is_activation(tensor) and has_random_tracker(tensor.device_mesh)):
         return compute_as_dtensor(operation, args, kwargs)
     ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=get_shard(tensor).device)
     factors, mask = (_keep_part(operation, tensor, drawn) for drawn in _draw(operation, tensor, ones, *rest, **kwargs))
@@ -89,12 +95,20 @@ def _can_draw(like: Any) -> bool:
     return isinstance(like, DTensor) and has_values(like) and not any(p.is_partial() for p in like.placements)
 
 
+def _is_activation(like: DTensor) -> bool:
+    """Return whether ``like`` is sharded over tensor parallel ranks only: weights are sharded over data ranks too."""
+    return like.device_mesh.mesh_dim_names == (TENSOR_PARALLEL,)
+
+
 def _draw(operation: Any, like: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """Draw from the state that all ranks share, or that of a replica for activations under tensor parallelism."""
-    is_given = isinstance(kwargs.get("generator"), torch.Generator)
-    is_of_replica = like.device_mesh.mesh_dim_names == (TENSOR_PARALLEL,)
-    with nullcontext() if is_given or is_of_replica else shared_random_numbers():
+    with _use_state(like, kwargs):
         return operation(*args, **kwargs)
+
+
+def _use_state(like: DTensor, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    """Use the random state that all ranks share, or that of a replica for activations under tensor parallelism."""
+    is_given = isinstance(kwargs.get("generator"), torch.Generator)
+    return nullcontext() if is_given or _is_activation(like) else shared_random_numbers()
 
 
 def _keep_part(operation: Any, like: DTensor, whole: Tensor) -> DTensor:

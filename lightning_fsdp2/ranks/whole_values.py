@@ -12,19 +12,22 @@ import inspect
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_fsdp2.compat.dtensor import (
     READ_SCALAR,
+    add_mesh,
     compute_as_dtensor,
+    compute_in_parts,
+    has_handlers,
     has_values,
     keep_nan_of_any_rank,
     set_handler,
@@ -37,9 +40,6 @@ from lightning_fsdp2.ranks.pieces import is_uneven
 from lightning_fsdp2.ranks.whole_random import draw_whole_random_numbers
 from lightning_fsdp2.ranks.whole_tensors import gather
 
-READ_TIMEOUT = timedelta(minutes=5)
-"""Longest time that a rank waits for the other ranks to read the same value."""
-
 _FULL_TENSOR = DTensor.full_tensor
 """torch's own method, which :func:`treat_dtensors_as_whole` replaces."""
 
@@ -47,11 +47,37 @@ _PACKAGES = ("torch", "lightning", "numpy", __name__.partition(".")[0])
 """Packages whose lines are not the line that reads a value."""
 
 
-def treat_dtensors_as_whole() -> None:
-    """Make DTensors give Python their whole values, and get the random numbers of one process, from now on.
+_LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_backward",
+    "binary_cross_entropy_with_logits",
+    "huber_loss",
+    "huber_loss_backward",
+    "mse_loss",
+    "mse_loss_backward",
+    "nll_loss_backward",
+    "nll_loss_forward",
+    "smooth_l1_loss",
+    "smooth_l1_loss_backward",
+    "soft_margin_loss",
+    "soft_margin_loss_backward",
+)
+"""Losses, and gradients of losses, that torch computes in one operation.
+
+Of a mean, torch takes the mean of the shards' means, even if the shards differ in size or weight. It divides a gradient
+by the number of elements in this rank's shard.
+"""
+
+
+def treat_dtensors_as_whole(*meshes: DeviceMesh | None) -> None:
+    """Make DTensors of ``meshes`` give Python whole values, and get the random numbers of one process, from now on.
 
     This stays so when a Trainer is gone, because its module is still sharded, and a script reads its weights then.
+    DTensors on other meshes, which other libraries have made, are left alone.
     """
+    for mesh in meshes:
+        if mesh is not None:
+            add_mesh(mesh)
     draw_whole_random_numbers()
     keep_nan_of_any_rank()
     aten = torch.ops.aten
@@ -63,7 +89,8 @@ def treat_dtensors_as_whole() -> None:
     set_handler(aten.linalg_vector_norm.default, _compute_norm)
     set_handler(aten.equal.default, _are_equal)
     set_handler(aten.allclose.default, _are_close)
-    set_handler(aten.mse_loss.default, _compute_loss)
+    for name in _LOSSES:
+        set_handler(getattr(aten, name).default, compute_in_parts)
     set_method("numpy", _read_array)
     set_method("tolist", _read_list)
     set_method("__format__", _format)
@@ -137,25 +164,19 @@ def _may_be_empty_on_a_rank(value: DTensor) -> bool:
     return value.numel() > 0 and 0 in sizes
 
 
-def _compute_loss(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute a mean over uneven shards, for which torch takes the mean of the shards' means."""
-    first, second, reduction = (*args, 1)[:3]
-    if reduction != 1:
-        return compute_as_dtensor(operation, args, kwargs)
-    return compute_as_dtensor(operation, (first, second, 0), kwargs).mean()
-
-
 def _read_array(self: DTensor, *, force: bool = False) -> Any:
-    return get_whole(self).numpy(force=force)
+    return Tensor.numpy(get_whole(self) if has_handlers(self.device_mesh) else self, force=force)
 
 
 def _read_list(self: DTensor) -> Any:
-    return get_whole(self).tolist()
+    return Tensor.tolist(get_whole(self) if has_handlers(self.device_mesh) else self)
 
 
 def _format(self: DTensor, spec: str) -> str:
-    # a number is formatted as that of a plain tensor; what is larger is shown as the DTensor that it is
-    return Tensor.__format__(get_whole(self) if self.dim() == 0 else self, spec)
+    # Only a format of a number reads the number. Without a format, a line of a log that one rank writes shows the
+    # DTensor, as `repr` does, and so does what is larger than a number.
+    is_read = spec and self.dim() == 0 and has_handlers(self.device_mesh)
+    return Tensor.__format__(get_whole(self), spec) if is_read else object.__format__(self, spec)
 
 
 def _make_arithmetic(compute: Callable[[Tensor, Any], Any]) -> Callable[[DTensor, Any], Any]:
@@ -166,7 +187,7 @@ def _make_arithmetic(compute: Callable[[Tensor, Any], Any]) -> Callable[[DTensor
     """
 
     def compute_whole(self: DTensor, other: Any) -> Any:
-        if self.dim() == 0 and isinstance(other, Tensor) and torch.is_grad_enabled():
+        if self.dim() == 0 and isinstance(other, Tensor) and torch.is_grad_enabled() and has_handlers(self.device_mesh):
             has_gradient = self.requires_grad or other.requires_grad
             if not isinstance(other, DTensor):
                 return compute(self.full_tensor() if has_gradient else self, other)
@@ -184,9 +205,9 @@ def _make_full(self: DTensor, *, grad_placements: Sequence[Placement] | None = N
     another gradient on each rank, and the gradients of weights are means over the ranks.
     """
     whole = _FULL_TENSOR(self, grad_placements=grad_placements)
-    if self.dim() or grad_placements is not None or not whole.requires_grad:
-        return whole
     mesh = self.device_mesh
+    if self.dim() or grad_placements is not None or not whole.requires_grad or not has_handlers(mesh):
+        return whole
     for group in mesh.get_all_groups():
         whole = copy_to_ranks(whole, group)
     whole.register_hook(lambda gradient: gradient / mesh.size())
@@ -195,7 +216,8 @@ def _make_full(self: DTensor, *, grad_placements: Sequence[Placement] | None = N
 
 def _check_all_ranks_read(value: DTensor) -> None:
     mesh = value.device_mesh
-    timeout = min(READ_TIMEOUT, *map(get_group_timeout, mesh.get_all_groups()))
+    # half of it, so that this error comes before that of a rank that waits for this one in its next collective
+    timeout = min(map(get_group_timeout, mesh.get_all_groups())) / 2
     place, line = _find_line()
     code = zlib.crc32(f"{line} {tuple(value.shape)} {value.dtype} {value.placements}".encode())
     codes = torch.tensor([code, -code])

@@ -92,7 +92,7 @@ def parallelize_with_fsdp2(
             tensor parallel plan, or its parameters cannot be grouped into units.
     """
     _check_model(model)
-    treat_dtensors_as_whole()
+    treat_dtensors_as_whole(device_mesh, moe_mesh)
     structure = find_structure(model)
     axes = get_mesh_axes(device_mesh, names, moe_mesh)
     policy = resolve_mp_policy(config.mp_policy)

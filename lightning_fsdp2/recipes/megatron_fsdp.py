@@ -59,7 +59,7 @@ def parallelize_with_megatron_fsdp(
     check_not_sharded(model)
     check_peft(model)
     check_initialized(model)
-    treat_dtensors_as_whole()
+    treat_dtensors_as_whole(device_mesh)
     structure = find_structure(model)
     check_supported(device_mesh, config)
     check_no_expert_parallel(device_mesh, "Megatron-FSDP")

@@ -188,7 +188,9 @@ class FSDP2Strategy(MeshStrategy[FSDP2Manager]):
     def parallelize_module(self, module: "LightningModule") -> None:
         if self.pp_size > 1:
             _check_not_sharded_by_user(module, self.pp_size)
-        treat_dtensors_as_whole()  # also those of a module that its `configure_model` has sharded
+        # its `configure_model` may have sharded the module, on meshes of its own
+        sharded = (parameter for parameter in module.parameters() if isinstance(parameter, DTensor))
+        treat_dtensors_as_whole(self.full_device_mesh, *{parameter.device_mesh for parameter in sharded})
         if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
             _check_sharded_by_user(module, self.world_size)
             _check_flags_of_user(module, self.config)

@@ -14,9 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from lightning_fsdp2.ranks import whole_random
 from lightning_fsdp2.ranks.own_random import OwnRandomNumbers, shared_random_numbers
 from lightning_fsdp2.ranks.whole_tensors import gather
 from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
+from lightning_fsdp2.sizes import TENSOR_PARALLEL
 
 CPU = torch.device("cpu")
 
@@ -50,9 +52,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def check(layouts: dict[str, tuple[tuple[int, ...], list[Any]]]) -> None:
-    treat_dtensors_as_whole()
     for layout, (shape, placements) in layouts.items():
         mesh = init_device_mesh("cpu", shape)
+        treat_dtensors_as_whole(mesh)
         for name, draw in DRAWS.items():
             values = torch.randn(19, 5, generator=torch.Generator().manual_seed(0))
             sharded = distribute_tensor(values.clone(), mesh, placements)
@@ -86,8 +88,8 @@ def test_random_values_of_every_layout_are_those_of_one_process() -> None:
 
 
 def _reset_a_layer_that_is_sharded_twice() -> None:
-    treat_dtensors_as_whole()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    treat_dtensors_as_whole(mesh)
     layer, alone = nn.Linear(4, 8), nn.Linear(4, 8)
     parallelize_module(layer, mesh["tp"], ColwiseParallel())
     fully_shard(layer, mesh=mesh["dp"])
@@ -103,9 +105,10 @@ def test_a_layer_that_is_sharded_twice_is_reset_as_in_one_process() -> None:
     run_ranks(_reset_a_layer_that_is_sharded_twice, 4)
 
 
-def _draw_with_own_states() -> list[float]:
-    treat_dtensors_as_whole()
+def _draw_with_own_states(draws_by_torch: bool) -> list[float]:
     replicas = distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (2,)), [Replicate()])
+    treat_dtensors_as_whole(replicas.device_mesh)
+    whole_random.has_random_tracker = lambda mesh: draws_by_torch
     torch.manual_seed(5)
     expected = [torch.randn(4, 3), torch.randn(4, 3)]
     torch.randint(2**62, ())  # the seed of the ranks' own numbers, which `end` skips
@@ -127,14 +130,15 @@ def _draw_with_own_states() -> list[float]:
     return alone.tolist()
 
 
-def test_ranks_that_draw_numbers_of_their_own_draw_those_of_a_tensor_together() -> None:
-    first, second = run_ranks(_draw_with_own_states, 2)
+@pytest.mark.parametrize("draws_by_torch", [False, True])
+def test_ranks_that_draw_numbers_of_their_own_draw_those_of_a_tensor_together(draws_by_torch: bool) -> None:
+    first, second = run_ranks(_draw_with_own_states, 2, draws_by_torch)
     assert first != second
 
 
 def _draw_from_a_generator() -> None:
-    treat_dtensors_as_whole()
     sharded = distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    treat_dtensors_as_whole(sharded.device_mesh)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     for draw in (lambda x, g: x.normal_(generator=g), lambda x, g: torch.rand_like(x, generator=g)):
@@ -145,3 +149,19 @@ def _draw_from_a_generator() -> None:
 
 def test_a_generator_that_is_given_is_used() -> None:
     run_ranks(_draw_from_a_generator, 2)
+
+
+def _drop_activations() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(TENSOR_PARALLEL,))
+    treat_dtensors_as_whole(mesh)
+    whole_random.has_random_tracker = lambda mesh: True
+    states = []
+    for like in (distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]), torch.ones(4, 6)):
+        torch.manual_seed(3)
+        torch.native_dropout(like, 0.5, True)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)  # a rank has drawn the numbers of its shard, not those of all shards
+
+
+def test_a_rank_drops_elements_of_its_own_activations_where_torch_draws_different_numbers_for_shards() -> None:
+    run_ranks(_drop_activations, 2)

@@ -4,8 +4,10 @@ import itertools
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +26,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_fsdp2 import FSDP2Config, FSDP2Manager, create_device_mesh
+from lightning_fsdp2.compat.dtensor import compute_as_dtensor, set_handler
+from lightning_fsdp2.compat.torch import set_group_timeout
 from lightning_fsdp2.ranks import whole_values
+from lightning_fsdp2.ranks.whole_tensors import gather
 from lightning_fsdp2.ranks.whole_values import get_whole, treat_dtensors_as_whole
 
 REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {
@@ -118,10 +123,16 @@ def make_values(bad: bool) -> Tensor:
     return values
 
 
+def make_sharded_values() -> DTensor:
+    mesh = init_device_mesh("cpu", (2,))
+    treat_dtensors_as_whole(mesh)
+    return distribute_tensor(make_values(bad=False), mesh, [Shard(0)])
+
+
 def check(layouts: dict[str, tuple[tuple[int, ...], list[Any]]]) -> None:
-    treat_dtensors_as_whole()
     for layout, (shape, placements) in layouts.items():
         mesh = init_device_mesh("cpu", shape)
+        treat_dtensors_as_whole(mesh)
         for name, read in get_table().items():
             for bad in (False, True) if name in CHECKS else (False,):
                 whole = make_values(bad)
@@ -152,8 +163,8 @@ def test_values_of_every_layout_are_those_of_the_whole() -> None:
 
 
 def _check_fully_sharded_after_tensor_parallel() -> None:
-    treat_dtensors_as_whole()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    treat_dtensors_as_whole(mesh)
     torch.manual_seed(0)
     layer = nn.Linear(4, 8)
     whole = layer.weight.detach().clone()
@@ -171,11 +182,12 @@ def test_a_weight_that_is_sharded_twice_is_read_in_its_own_order() -> None:
 
 
 def read_on_one_rank(limit: float) -> None:
-    treat_dtensors_as_whole()
-    whole_values.READ_TIMEOUT = timedelta(seconds=limit)
-    values = distribute_tensor(make_values(bad=False), init_device_mesh("cpu", (2,)), [Shard(0)])
+    values = make_sharded_values()
+    set_group_timeout(values.device_mesh.get_group(), timedelta(seconds=2 * limit))
+    norm = values.norm()
     if dist.get_rank() == 0:
-        values.norm().item()  # the line that the error names
+        assert "placements" in f"{norm}"  # shown as by `repr`, without the other ranks
+        norm.item()  # the line that the error names
     time.sleep(2 * limit)
 
 
@@ -184,14 +196,13 @@ def test_a_value_that_one_rank_reads_alone_is_an_error_that_names_the_line() -> 
     with pytest.raises(RankError) as caught:
         run_ranks(read_on_one_rank, 2, 1.0)
     message = str(caught.value.failures[0])
-    line = read_on_one_rank.__code__.co_firstlineno + 5
+    line = read_on_one_rank.__code__.co_firstlineno + 6
     assert f"{os.path.basename(__file__)}:{line}: rank 0 reads" in message
     assert re.search(r"within 0:00:01.*full_tensor\(\).*GradientNorm", message)
 
 
 def _read_in_different_lines() -> None:
-    treat_dtensors_as_whole()
-    values = distribute_tensor(make_values(bad=False), init_device_mesh("cpu", (2,)), [Shard(0)])
+    values = make_sharded_values()
     if dist.get_rank() == 0:
         values.norm().item()
     else:
@@ -205,8 +216,8 @@ def test_values_that_ranks_read_in_different_lines_are_an_error_on_all_of_them()
 
 def _read_on_a_part_of_the_world() -> None:
     """Each pair of ranks reads another number of values, as pipeline stages do."""
-    treat_dtensors_as_whole()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    treat_dtensors_as_whole(mesh)
     values = distribute_tensor(make_values(bad=False), mesh, [Shard(0)])
     for _ in range(1 + dist.get_rank() // 2):
         assert values.norm().item() == pytest.approx(make_values(bad=False).norm().item())
@@ -229,9 +240,9 @@ def make_optimizers(parameters: list[nn.Parameter]) -> Iterator[torch.optim.Opti
 
 
 def _count_reads_of_steps() -> None:
-    treat_dtensors_as_whole()
     layer = nn.Linear(4, 5)
     fully_shard(layer)
+    treat_dtensors_as_whole(layer.weight.device_mesh)
     reads = []
     whole_values._check_all_ranks_read = reads.append
     for optimizer in make_optimizers(list(layer.parameters())):
@@ -247,8 +258,8 @@ def test_steps_of_optimizers_read_no_value_of_other_ranks() -> None:
 
 
 def _read_a_tensor_that_only_some_ranks_hold() -> None:
-    treat_dtensors_as_whole()
     mesh = init_device_mesh("cpu", (2,))
+    treat_dtensors_as_whole(mesh)
     whole = make_values(bad=False)[:1]
     for name in ("max", "min", "amax", "amin", "aminmax", "norm inf", "norm -inf", "norm", "sum", "argmax", "absmax"):
         value, expected = (REDUCTIONS[name](one) for one in (distribute_tensor(whole, mesh, [Shard(0)]), whole))
@@ -260,8 +271,8 @@ def test_a_tensor_with_fewer_rows_than_ranks_has_a_largest_value() -> None:
 
 
 def _read_other_kinds() -> None:
-    treat_dtensors_as_whole()
     mesh = init_device_mesh("cpu", (2,))
+    treat_dtensors_as_whole(mesh)
     values = distribute_tensor(make_values(bad=False), mesh, [Shard(0)]).requires_grad_()
     assert values.sum().item() == pytest.approx(make_values(bad=False).sum().item())  # also of what has a gradient
     with pytest.raises(RuntimeError, match="requires grad"):
@@ -336,3 +347,123 @@ def test_a_penalty_on_weights_has_the_gradients_of_one_process() -> None:
 @pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}, {"tp_size": 2}], ids=str)
 def test_it_has_them_on_every_mesh(sizes: dict[str, int]) -> None:
     run_ranks(check_penalties, 4, sizes, ("layers.0", ""))
+
+
+def make_losses() -> dict[str, Callable[..., Tensor]]:
+    """Return all losses of torch that take DTensors, as functions of probabilities and targets in rows."""
+    return {
+        **{name: getattr(F, name) for name in ("mse_loss", "l1_loss", "kl_div", "poisson_nll_loss")},
+        "smooth_l1_loss": lambda x, y, **options: F.smooth_l1_loss(x, y, beta=0.1, **options),
+        "huber_loss": lambda x, y, **options: F.huber_loss(x, y, delta=0.1, **options),
+        "binary_cross_entropy": lambda x, y, **options: F.binary_cross_entropy(x, y, y + 1, **options),
+        "with_logits": lambda x, y, **options: F.binary_cross_entropy_with_logits(x, y, y + 1, **options),
+        "soft_margin_loss": lambda x, y, **options: F.soft_margin_loss(x, sign(y), **options),
+        "gaussian_nll_loss": lambda x, y, **options: F.gaussian_nll_loss(x, y, y + 1, **options),
+        "hinge_embedding_loss": lambda x, y, **options: F.hinge_embedding_loss(x, sign(y), **options),
+        "cosine_embedding_loss": lambda x, y, **options: F.cosine_embedding_loss(x, y, sign(y[:, 0]), **options),
+        "margin_ranking_loss": lambda x, y, **options: F.margin_ranking_loss(x, y, sign(y), **options),
+        "triplet_margin_loss": lambda x, y, **options: F.triplet_margin_loss(x, y, x * y, **options),
+        "nll_loss": lambda x, y, **options: F.nll_loss(x, classes(y), **options),
+        "cross_entropy": lambda x, y, **options: F.cross_entropy(x, classes(y), label_smoothing=0.1, **options),
+        "of classes": lambda x, y, **options: F.cross_entropy(x, classes(y), y[0] + 1, **options),
+        "of some": lambda x, y, **options: F.cross_entropy(x, classes(y), ignore_index=0, **options),
+        "of probabilities": lambda x, y, **options: F.cross_entropy(x, y, **options),
+    }
+
+
+def sign(values: Tensor) -> Tensor:
+    return (values > 0.5) * 2.0 - 1
+
+
+def classes(values: Tensor) -> Tensor:
+    return (values[:, 0] * 3).long()
+
+
+def _compute_losses(names: list[str], reductions: list[str]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    treat_dtensors_as_whole(mesh)
+    generator = torch.Generator().manual_seed(0)
+    for rows in (4, 5):
+        values = [0.01 + 0.98 * torch.rand(rows, 3, generator=generator) for _ in range(2)]
+        for name in names:
+            for reduction in reductions:
+                loss, results = make_losses()[name], []
+                for first, second in (values, [distribute_tensor(one, mesh, [Shard(0)]) for one in values]):
+                    first = first.detach().clone().requires_grad_()
+                    result = loss(first, second, reduction=reduction).square().sum()
+                    result.backward()
+                    results.append([gather(result.detach()), gather(first.grad)])
+                torch.testing.assert_close(*results, msg=f"{name} {reduction} {rows}")
+
+
+def test_mean_losses_of_shards_and_their_gradients_are_those_of_the_whole() -> None:
+    run_ranks(_compute_losses, 2, ["mse_loss", "with_logits", "of classes"], ["mean"])
+
+
+@pytest.mark.slow
+def test_all_losses_of_shards_and_their_gradients_are_those_of_the_whole() -> None:
+    run_ranks(_compute_losses, 2, list(make_losses()), ["mean", "sum", "none"])
+
+
+def _compute_on_other_meshes() -> None:
+    """Compute on a mesh of this package, and on one that is not: slices of a mesh are as the mesh."""
+    meshes = [init_device_mesh("cpu", (2, 1), mesh_dim_names=(name, "other")) for name in ("own", "foreign")]
+    treat_dtensors_as_whole(meshes[0]["own"])
+    whole = make_values(bad=False)
+    own, foreign = (distribute_tensor(whole, mesh[mesh.mesh_dim_names[0]], [Shard(0)]) for mesh in meshes)
+    parts = [whole[:3], whole[3:]][dist.get_rank()]
+    assert own.norm().item() == pytest.approx(whole.norm().item())
+    assert foreign.norm().item() == pytest.approx(parts.norm().item())  # as torch does
+    with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+        foreign.numpy()
+    assert F.mse_loss(foreign, 0 * foreign).full_tensor() != pytest.approx(whole.square().mean().item())
+    assert torch.equal(foreign, foreign)
+    with pytest.raises(TypeError, match="unsupported format"):
+        f"{foreign.norm():.3f}"
+    torch.manual_seed(0)
+    assert torch.equal(
+        foreign.normal_().to_local(), torch.randn(parts.shape, generator=torch.Generator().manual_seed(0))
+    )
+
+
+def test_dtensors_on_meshes_of_other_libraries_are_left_alone() -> None:
+    run_ranks(_compute_on_other_meshes, 2)
+
+
+def _find_extremes_of_columns() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    treat_dtensors_as_whole(mesh)
+    values = make_values(bad=False)
+    values[0, 1] = math.nan
+    sharded = distribute_tensor(values, mesh, [Shard(0)])
+    gathers: list[Any] = []
+    torch.distributed._functional_collectives.all_gather_tensor = lambda *args, **options: gathers.append(args)
+    for name in ("amax", "amin"):
+        assert torch.equal(getattr(sharded, name)(0).full_tensor().isnan(), getattr(values, name)(0).isnan())
+        torch.testing.assert_close(getattr(sharded, name)(0).full_tensor(), getattr(values, name)(0), equal_nan=True)
+    assert not gathers
+
+
+def test_an_extreme_is_all_reduced_and_keeps_a_nan_of_any_rank() -> None:
+    run_ranks(_find_extremes_of_columns, 2)
+
+
+def _compute_in_threads() -> int:
+    mesh, calls = init_device_mesh("cpu", (1,)), []
+    treat_dtensors_as_whole(mesh)
+    values = distribute_tensor(make_values(bad=False), mesh, [Shard(0)])
+    operation = torch.ops.aten.linalg_vector_norm.default
+
+    def handle(*args: Any) -> Any:
+        calls.append(args)
+        return compute_as_dtensor(*args)
+
+    set_handler(operation, handle)
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: torch.linalg.vector_norm(values), range(200)))
+    return len(calls)
+
+
+def test_every_thread_reaches_a_handler_while_another_computes() -> None:
+    assert run_ranks(_compute_in_threads, 1) == [200]

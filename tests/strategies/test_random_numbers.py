@@ -485,6 +485,7 @@ def test_masks_that_cannot_be_kept_are_told_once(
         assert "the random states of 2 data parallel ranks" in told[0]
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint holds the same random state on all")
 def test_numbers_of_shared_runs_are_not_taken_for_those_of_data_ranks(tmp_path: Path) -> None:
     def run(ckpt_path: Path | None, save_path: Path | None, options: dict[str, Any]) -> list[Any]:
         steps = {"max_steps": 2 if ckpt_path is None else 3}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.families import make_family_model
 from helpers.models import make_token_batches
 from helpers.oracle import whole
@@ -186,3 +187,26 @@ def test_a_penalty_whose_gradient_would_be_a_dtensor_names_the_remedy() -> None:
                 make_trainer().fit(Penalised(combine), DataLoader(make_batches(2), batch_size=None))
 
     run_ranks(run, 2, group=False)
+
+
+class Anchored(Regressor):
+    """Pulls a weight to zero with a loss of torch, which is a mean over its elements."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.blocks[0].weight
+        return super().training_step(batch, batch_idx) + F.mse_loss(weight, torch.zeros_like(weight))
+
+
+def _check_anchor() -> None:
+    weights = []
+    for strategy in (FSDP2Strategy(), "auto"):
+        torch.manual_seed(0)
+        module = Anchored()
+        module.make_optimizer = partial(torch.optim.SGD, lr=0.1)  # type: ignore[method-assign]
+        make_trainer(strategy, max_steps=1).fit(module, DataLoader(make_batches(1), batch_size=None))
+        weights.append(whole(dict(module.named_parameters())))
+    torch.testing.assert_close(*weights)
+
+
+def test_a_loss_on_weights_has_the_gradient_of_one_process() -> None:
+    run_ranks(_check_anchor, 2, group=False)

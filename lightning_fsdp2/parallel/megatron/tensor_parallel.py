@@ -31,6 +31,7 @@ from lightning_fsdp2.ranks.coordination import gather_objects
 from lightning_fsdp2.ranks.failures import list_names
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_uneven_group
 from lightning_fsdp2.ranks.whole_tensors import get_first_row, make_dtensor
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.sizes import DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL
 
 
@@ -119,7 +120,9 @@ def build_tp_first_mesh(device_mesh: DeviceMesh, shard_axis: str) -> DeviceMesh:
     groups = [view.get_group(axis) for axis in (DP_REPLICATE, TENSOR_PARALLEL, DP_SHARD_CP)]
     ranks = view.mesh.permute(0, 2, 1).contiguous()
     names = (DP_REPLICATE, TENSOR_PARALLEL, shard_axis)
-    return DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=names)
+    treat_dtensors_as_whole(mesh)
+    return mesh
 
 
 class Lift:

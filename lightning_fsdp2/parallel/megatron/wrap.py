@@ -36,6 +36,7 @@ from lightning_fsdp2.parallel.megatron.tensor_parallel import (
 from lightning_fsdp2.ranks.failures import fail_together
 from lightning_fsdp2.ranks.pieces import UNEVEN_SHARD, get_packed_placements
 from lightning_fsdp2.ranks.whole_tensors import copy_part_, make_dtensor
+from lightning_fsdp2.ranks.whole_values import treat_dtensors_as_whole
 from lightning_fsdp2.sizes import DP_CP, DP_REPLICATE, DP_SHARD_CP, TENSOR_PARALLEL
 
 HAVE_MEGATRON_FSDP = importlib.util.find_spec("megatron_fsdp") is not None
@@ -329,7 +330,9 @@ def _build_wrapper_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
         groups[2] = get_extra_group(device_mesh, "tensor parallelism of Megatron-FSDP", [dist.get_rank()])
         ranks = ranks[..., view.get_local_rank(2)].unsqueeze(-1)
     names = (DP_REPLICATE, UNEVEN_SHARD, TENSOR_PARALLEL)
-    return DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group(groups, view.device_type, mesh=ranks, mesh_dim_names=names)
+    treat_dtensors_as_whole(mesh)
+    return mesh
 
 
 def _build_precision_policy(package: Any, config: MegatronFSDPConfig) -> Any:
