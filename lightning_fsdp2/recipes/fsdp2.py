@@ -124,8 +124,7 @@ def parallelize_with_fsdp2(
     plan = build_unit_plan(structure, config.reshard_after_forward, mesh=axes.fsdp, expert_mesh=axes.experts)
     apply_fully_shard(plan.units, model, mp_policy=policy, offload_policy=offload_policy)
     _apply_prefetch(plan, config)
-    run_gradient_hooks(model, device_mesh)
-    keep_changes_in_place(get_fsdp_modules(model), is_pipelined=split is not None)
+    _watch_parameters(model, device_mesh, is_pipelined=split is not None)
     if materializes:
         _give_weights(model, device if offload_policy is None else torch.device("cpu"), device_mesh)
     replace_kept_parameters(kept)
@@ -149,6 +148,12 @@ def _find_kept_parameters(model: nn.Module, split: Split | None) -> list[KeptPar
         check_on_all_stages(kept, split.stages)
     explain_kept_parameters(model, kept)
     return kept
+
+
+def _watch_parameters(model: nn.Module, device_mesh: DeviceMesh, *, is_pipelined: bool) -> None:
+    """Run the user's hooks on gradients, and keep what a forward changes in its weights."""
+    run_gradient_hooks(model, device_mesh)
+    keep_changes_in_place(get_fsdp_modules(model), is_pipelined=is_pipelined)
 
 
 def _give_weights(model: nn.Module, device: torch.device, device_mesh: DeviceMesh) -> None:

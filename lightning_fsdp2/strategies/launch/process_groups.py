@@ -62,16 +62,7 @@ def init_process_group(
         check_bound_device(backend or get_default_backend(device), device)
     rank, world_size = environment.global_rank(), environment.world_size()
     if dist.is_initialized():
-        if dist.get_world_size() != world_size:
-            raise ValueError(
-                f"The Trainer asks for {world_size} rank(s) (devices x num_nodes), but this process already belongs to"
-                f" a group of {dist.get_world_size()}; use the same number, or start a new process."
-            )
-        if backend is not None and not _has_backend(backend, device):
-            raise ValueError(
-                f"config.backend={backend!r}, but this process already belongs to a group with the backend"
-                f" {dist.get_backend_config()!r}; leave `backend` out to use that group, or start a new process."
-            )
+        _check_group_of_user(backend, device, world_size)
         return
     backend = backend or get_default_backend(device)
     _check_backend(backend, device)
@@ -99,6 +90,20 @@ def init_process_group(
         device_id=device if bind_device_id else None,
     )
     atexit.register(destroy_process_group)
+
+
+def _check_group_of_user(backend: str | None, device: torch.device, world_size: int) -> None:
+    """Refuse a default group that exists already and is not the one that the Trainer asks for."""
+    if dist.get_world_size() != world_size:
+        raise ValueError(
+            f"The Trainer asks for {world_size} rank(s) (devices x num_nodes), but this process already belongs to"
+            f" a group of {dist.get_world_size()}; use the same number, or start a new process."
+        )
+    if backend is not None and not _has_backend(backend, device):
+        raise ValueError(
+            f"config.backend={backend!r}, but this process already belongs to a group with the backend"
+            f" {dist.get_backend_config()!r}; leave `backend` out to use that group, or start a new process."
+        )
 
 
 def get_device_mesh(sizes: MeshSizes, device_type: str, timeout: timedelta) -> DeviceMesh:

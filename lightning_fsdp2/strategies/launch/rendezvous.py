@@ -49,6 +49,13 @@ _CAME, _NUMBER, _ALL_CAME, _ALL_KNOW = "ranks that came", "number of ranks that 
 _LOST = "ranks that lost contact"
 
 
+_CHECKS = (
+    "MASTER_ADDR is its address and the same on all nodes, that no firewall blocks the port, and that no other program"
+    " has the port (set MASTER_PORT to a free one)."
+)
+"""What else to check when a rank cannot reach the store."""
+
+
 def meet(
     address: str,
     port: int,
@@ -82,32 +89,22 @@ def meet(
     store_timeout = min(timeout, _AGENT_TIMEOUT) if is_agents else timeout
     waited = f"rendezvous_timeout={timeout}" if store_timeout == timeout else f"{store_timeout}"
     try:
-        server = _connect(
-            address, port, world_size, is_master=is_master, on_one_node=on_one_node, timeout=store_timeout
-        )
+        options = {"is_master": is_master, "on_one_node": on_one_node}
+        server = _connect(address, port, world_size, timeout=store_timeout, **options)
         if server is None:
             _refuse_port_of_others(address, port, rank, waited)
-        # torchrun may keep its store when it restarts the ranks, so each restart uses a different prefix for its keys.
-        # When a host rejoins the run, its torchrun agent may count restarts differently. The ranks of this host would
-        # then use a different prefix, and never meet the other ranks. To let hosts rejoin a run, turn torchrun's store
-        # off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); rank 0 then starts a new store in each attempt.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
-        store: Any = PrefixStore(f"{attempt}/{world_size}", server)  # torch's stubs lack `append`
-        store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
-        number = store.add(_NUMBER, 1)
-        if number == world_size:  # the last rank to arrive compares what all ranks have reported
-            store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
+        store: Any = PrefixStore(_get_prefix(is_agents, world_size), server)  # torch's stubs lack `append`
+        number = _report_arrival(store, rank, world_size, run)
     except dist.DistError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
             raise OSError(
                 f"Port {port} is taken on {platform.node()} by another process; set MASTER_PORT to a free one."
             ) from error
         holder = "torchrun's agent" if is_agents else "rank 0"
+        place = f"the store of {holder} at {address}:{port}"
         raise TimeoutError(
-            f"Rank {rank} ({platform.node()}) could not reach the store of {holder} at {address}:{port} within"
-            f" {waited}: {str(error).splitlines()[0]} Check that {holder} has started and still runs, that"
-            " MASTER_ADDR is its address and the same on all nodes, that no firewall blocks the port, and that no other"
-            " program has the port (set MASTER_PORT to a free one)."
+            f"Rank {rank} ({platform.node()}) could not reach {place} within {waited}: {str(error).splitlines()[0]}"
+            f" Check that {holder} has started and still runs, that {_CHECKS}"
         ) from error
     if number > world_size and (address, port) not in _met:
         _refuse_store_of_others(address, port, rank, world_size)
@@ -121,13 +118,37 @@ def meet(
             " missing ranks, or check the nodes that have no logs."
         ) from error
     if fault:
-        with suppress(dist.DistError):  # let all ranks read the error before rank 0, which hosts the store, exits
-            if store.add(_NUMBER, 1) == 2 * world_size:
-                store.set(_ALL_KNOW, "")
-            store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
+        _leave_together(store, world_size)
         raise ValueError(fault)
     _met.add((address, port))
     return store
+
+
+def _get_prefix(is_agents: bool, world_size: int) -> str:
+    """Return the prefix of the keys of this attempt."""
+    # torchrun may keep its store when it restarts the ranks, so each restart uses a different prefix for its keys.
+    # When a host rejoins the run, its torchrun agent may count restarts differently. The ranks of this host would
+    # then use a different prefix, and never meet the other ranks. To let hosts rejoin a run, turn torchrun's store
+    # off (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); rank 0 then starts a new store in each attempt.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_agents else "0"
+    return f"{attempt}/{world_size}"
+
+
+def _leave_together(store: Store, world_size: int) -> None:
+    """Let all ranks read the error before rank 0, which hosts the store, exits."""
+    with suppress(dist.DistError):
+        if store.add(_NUMBER, 1) == 2 * world_size:
+            store.set(_ALL_KNOW, "")
+        store.wait([_ALL_KNOW], _PROBE_TIMEOUT)
+
+
+def _report_arrival(store: Any, rank: int, world_size: int, run: Mapping[str, str]) -> int:
+    """Say that this rank has come, and return how many have. The last one compares what all have reported."""
+    store.append(_CAME, json.dumps([rank, platform.node(), run]) + "\n")
+    number: int = store.add(_NUMBER, 1)
+    if number == world_size:
+        store.set(_ALL_CAME, _find_fault(_read_arrivals(store), world_size))
+    return number
 
 
 def _connect(

@@ -386,10 +386,10 @@ def test_a_rank_that_answers_no_longer_is_named(kind: Kind, tmp_path: Path, monk
 
     for message in kind.run(run, 3)[::2]:
         assert "Timed out waiting 1000ms" in message
-        assert message.endswith(
+        assert (
             "Another rank has ended or no longer answers. The ranks 0 (a), 2 (b) have noticed this. There is no report"
             " yet from 1 (a): they may be waiting or gone; look at their logs, and check that their hosts are up."
-        )
+        ) in message
 
 
 def test_a_rank_that_was_only_slow_is_not_accused() -> None:
