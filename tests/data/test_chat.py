@@ -508,8 +508,9 @@ def test_empty_answers_are_counted_and_refused_where_there_is_nothing_else(set_u
     (tmp_path / "some.jsonl").write_text(
         "\n".join(map(json.dumps, [to_row("a", ""), to_row("b", " \n"), to_row("c", "said"), called]))
     )
+    writes_calls = TEMPLATE.replace("{{ message.content }}", "{{ message.content or message.tool_calls }}")
     with pytest.warns(UserWarning, match="training: 2 of 4 conversations have only empty answers"):
-        set_up(path=str(tmp_path / "some.jsonl"))
+        set_up(path=str(tmp_path / "some.jsonl"), chat_template=writes_calls)
     path = write(tmp_path / "none.jsonl", [("a", ""), ("b", "")])
     with pytest.raises(ValueError, match=r"All 2 training conversation\(s\) have only empty answers.*messages_column"):
         set_up(path=path)
